@@ -1,0 +1,1 @@
+"""Kernels for expert layers, each beside its plain torch reference."""

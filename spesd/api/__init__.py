@@ -1,0 +1,1 @@
+"""The local socket: its schema, server and client."""

@@ -1,0 +1,1 @@
+"""What a person writes: the manifest of a run and the configuration of one machine."""

@@ -1,0 +1,176 @@
+"""The manifest: everything that all peers of a run must agree on.
+
+A person writes a :class:`Draft` (a TOML file such as ``peer_configs/demo.toml``). Founding a run *seals* it: the data
+shards and the genesis state of every unit are added by hash, and the result is a :class:`Manifest`, immutable and
+content-addressed. The blake3 hash of its canonical bytes is the run id.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Literal
+
+from blake3 import blake3
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+MAX_MANIFEST_BYTES = 4 << 20
+"""Upper bound on canonical bytes, checked before a manifest from the network is parsed."""
+
+Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+"""Lower-case hex of a 32-byte blake3 hash."""
+
+
+class Section(BaseModel):
+    """Base of all sections: immutable, unknown keys refused, no NaN or infinity."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    """Shape of the decoder (OLMoE's, arXiv 2409.02060, as used by SPES, arXiv 2602.11543, section 4)."""
+
+    layers: int = Field(ge=1, le=256)
+    width: int = Field(ge=8, le=65536, multiple_of=4, description="hidden size H")
+    heads: int = Field(ge=1, le=512)
+    expert_width: int = Field(ge=4, le=262144, multiple_of=4, description="hidden size F of one expert")
+    experts: int = Field(ge=1, le=4096, description="experts E per layer")
+    top_k: int = Field(ge=1, le=64, description="experts that see one token")
+    vocabulary: int = Field(ge=2, le=1 << 24)
+    rope_theta: float = Field(default=10000.0, gt=0)
+    norm_eps: float = Field(default=1e-6, gt=0)
+    init_std: float = Field(default=0.02, gt=0)
+    renormalise_top_k: bool = Field(default=False, description="divide the top-k router weights by their sum")
+    load_balance_loss: float = Field(default=0.01, ge=0)
+    router_z_loss: float = Field(default=0.001, ge=0)
+    seed: int = Field(default=0, ge=0, le=2**63 - 1, description="seed of the genesis state")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ModelConfig:
+        if self.width % self.heads or (self.width // self.heads) % 2:
+            raise ValueError(f"width {self.width} must be an even multiple of heads {self.heads}")
+        if self.top_k > self.experts:
+            raise ValueError(f"top_k {self.top_k} is more than experts {self.experts}")
+        return self
+
+
+class OptimizerConfig(Section):
+    """AdamW with warm-up and cosine keyed to the swarm's round, so that a late joiner has the same learning rate."""
+
+    learning_rate: float = Field(gt=0, le=10)
+    final_ratio: float = Field(default=0.1, ge=0, le=1, description="last learning rate over the highest")
+    warmup_rounds: int = Field(default=0, ge=0)
+    total_rounds: int = Field(ge=1, description="rounds after which the cosine has reached its end")
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+    clip_norm: float = Field(default=1.0, gt=0)
+    sequences: int = Field(ge=1, le=65536, description="sequences in one micro-batch")
+    accumulate: int = Field(default=1, ge=1, le=4096, description="micro-batches in one step")
+
+
+class Shard(Section):
+    """One blob of tokens, named by the hash of its file (header included)."""
+
+    hash: Hash
+    bytes: int = Field(ge=1, description="size of the file")
+    tokens: int = Field(ge=1)
+
+
+class DataConfig(Section):
+    """Where tokens come from. `source` is read once, by the founder; shards are what everybody trains on."""
+
+    source: str = Field(default="stdlib", description="'stdlib' or a folder of shards made by `spesd data prepare`")
+    tokenizer: Literal["bytes"] = "bytes"
+    sequence_length: int = Field(ge=8, le=1 << 20)
+    held_out_share: float = Field(default=0.02, gt=0, lt=1, description="share of the text kept for evaluation")
+    held_out_sequences: int = Field(default=16, ge=1, description="sequences in one evaluation")
+
+
+class SealedData(DataConfig):
+    """Data of a founded run: the shards by hash."""
+
+    train: tuple[Shard, ...] = Field(min_length=1)
+    held_out: tuple[Shard, ...] = Field(min_length=1)
+
+
+class SyncConfig(Section):
+    """Rounds: how often, how long each wait lasts, and what a contribution may weigh."""
+
+    shared_shards: int = Field(default=4, ge=1, le=4096, description="units that the shared parameters are cut into")
+    codec: Literal["fp32", "fp16"] = "fp16"
+    local_steps: int = Field(ge=1, description="steps after which a peer is ready for the next round")
+    min_round_seconds: float = Field(default=0.0, ge=0, description="least time between two calls")
+    gather_seconds: float = Field(default=3.0, gt=0, description="a call waits so long for peers to join its roster")
+    contribute_seconds: float = Field(default=10.0, gt=0, description="a reducer waits so long for contributions")
+    packet_seconds: float = Field(default=10.0, gt=0, description="a member waits so long for a packet to be fetched")
+    coordinator_seconds: float = Field(default=5.0, gt=0, description="a ready peer waits so long for the call")
+    weight_cap: float = Field(default=2.0, ge=1, description="most that a peer may weigh, in medians of the roster")
+    max_delta_rms: float = Field(default=0.1, gt=0, description="a contribution with a larger RMS value is refused")
+    stale_rounds: int = Field(default=20, ge=1, description="work older than this many rounds is dropped")
+    anchor_rounds: int = Field(default=8, ge=1, description="rounds between full unit states on disk")
+    evaluate_rounds: int = Field(default=1, ge=1, description="rounds between held-out evaluations")
+
+
+class OwnershipConfig(Section):
+    """Who trains what."""
+
+    redundancy: int = Field(default=1, ge=1, description="owners wanted for each expert")
+    grace_seconds: float = Field(default=30.0, gt=0, description="an expert below redundancy this long is adopted")
+    record_seconds: float = Field(default=30.0, gt=0, description="life of a record in the DHT")
+
+
+class Draft(Section):
+    """What a person writes. See `peer_configs/demo.toml`."""
+
+    format: Literal[1] = Field(default=1, description="version of this schema; a peer refuses any other")
+    name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    model: ModelConfig
+    optimizer: OptimizerConfig
+    data: DataConfig
+    sync: SyncConfig
+    ownership: OwnershipConfig = OwnershipConfig()
+
+    @model_validator(mode="after")
+    def _vocabulary_fits(self) -> Draft:
+        if self.data.tokenizer == "bytes" and self.model.vocabulary < 256:
+            raise ValueError(f"model.vocabulary {self.model.vocabulary} is less than the 256 of data.tokenizer 'bytes'")
+        return self
+
+    def seal(self, train: tuple[Shard, ...], held_out: tuple[Shard, ...], genesis: dict[str, str]) -> Manifest:
+        """Return the manifest of a founded run.
+
+        `genesis` maps every unit id to the hash of its first state.
+        """
+        fields = self.model_dump()
+        fields["data"] |= {"train": [s.model_dump() for s in train], "held_out": [s.model_dump() for s in held_out]}
+        return Manifest.model_validate(fields | {"genesis": genesis})
+
+
+class Manifest(Draft):
+    """A sealed draft. Immutable; its canonical bytes name the run."""
+
+    data: SealedData
+    genesis: dict[str, Hash] = Field(min_length=1)
+
+    def canonical_bytes(self) -> bytes:
+        """JSON with sorted keys, no white space, UTF-8: the same bytes on every platform."""
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+    @property
+    def run_id(self) -> str:
+        """Hex blake3 hash of the canonical bytes."""
+        return blake3(self.canonical_bytes()).hexdigest()
+
+    @classmethod
+    def from_canonical(cls, data: bytes) -> Manifest:
+        """Parse canonical bytes from the network.
+
+        Raises ValueError when they are too long, invalid, or not the canonical form of what they say.
+        """
+        if len(data) > MAX_MANIFEST_BYTES:
+            raise ValueError(f"manifest of {len(data)} bytes, at most {MAX_MANIFEST_BYTES} are accepted")
+        manifest = cls.model_validate_json(data)
+        if manifest.canonical_bytes() != data:
+            raise ValueError("manifest bytes are not in canonical form")
+        return manifest

@@ -1,0 +1,1 @@
+"""The life of the daemon: it connects trainer, protocol and network."""

@@ -1,0 +1,1 @@
+"""Tokens: from text to shards, and which of them a peer trains on."""

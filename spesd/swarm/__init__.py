@@ -1,0 +1,1 @@
+"""The network: identity, streams, records in the DHT and blobs by hash."""

@@ -1,0 +1,1 @@
+"""The protocol, pure: no sockets, no clock, no disk, no threads."""

@@ -1,0 +1,178 @@
+"""Catching up: find out who has better states than ours, ask for the way there, and take it.
+
+One mechanism serves the joiner with nothing, the peer that missed rounds, and the loser of a fork: the way is a list
+of packets if our state lies on the other's chain, else a full state and the packets after it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from spesd.sync.context import Context
+from spesd.sync.ledger import Entry, Head, PeerId, UnitId, is_better
+from spesd.sync.messages import EntryInfo, HeadInfo, Heads, Trail, TrailRequest
+from spesd.sync.pipeline import Pipeline, Step, TakeState
+
+MAX_HISTORY = 64
+"""States of a unit that are named in a request for a trail."""
+
+GOSSIP_SECONDS = 3.0
+"""Time between two exchanges of heads with a live peer drawn at random."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    peer: PeerId
+    deadline: float
+
+
+class CatchUp:
+    """Knows for each unit who offers a better state, and asks one of them at a time."""
+
+    def __init__(self, context: Context, pipeline: Pipeline) -> None:
+        self._context = context
+        self._pipeline = pipeline
+        self._offers: defaultdict[UnitId, dict[PeerId, Head]] = defaultdict(dict)
+        self._asked: dict[UnitId, _Asked] = {}
+        self._next_gossip = float("-inf")
+
+    def heard(self, peer: PeerId, heads: Mapping[UnitId, Head]) -> None:
+        """`peer` has these states."""
+        for unit, head in heads.items():
+            if unit not in self._context.sizes:
+                continue
+            if is_better(head, self._context.ledger[unit].head):
+                self._offers[unit][peer] = head
+            else:
+                self._offers[unit].pop(peer, None)
+
+    def lost(self, peer: PeerId) -> None:
+        """`peer` cannot be reached."""
+        for offers in self._offers.values():
+            offers.pop(peer, None)
+        self._asked = {unit: asked for unit, asked in self._asked.items() if asked.peer != peer}
+
+    def behind(self) -> list[UnitId]:
+        """Units of which somebody is known to have a better state."""
+        ledger = self._context.ledger
+        return [u for u, offers in self._offers.items() if any(is_better(h, ledger[u].head) for h in offers.values())]
+
+    def has_better_than(self, heads: Mapping[UnitId, Head]) -> bool:
+        """Whether we have a better state of any unit than a peer with `heads`, so that an answer is worth it."""
+        return any(is_better(head, heads.get(unit)) for unit, head in self._context.ledger.heads().items())
+
+    def my_heads(self, reply: bool) -> Heads:
+        """All our states, as a message."""
+        heads = {unit: HeadInfo.of(head) for unit, head in self._context.ledger.heads().items()}
+        return Heads(round=self._context.newest_round, heads=heads, reply=reply)
+
+    def tick(self, now: float) -> None:
+        """Gossip when it is time; ask for trails to better states."""
+        context = self._context
+        if now >= self._next_gossip and context.live:
+            self._next_gossip = now + GOSSIP_SECONDS * context.random.uniform(0.8, 1.2)
+            context.send(context.random.choice(sorted(context.live)), self.my_heads(reply=False))
+        for unit, asked in list(self._asked.items()):
+            if now >= asked.deadline:
+                del self._asked[unit]
+                self._offers[unit].pop(asked.peer, None)
+        self._ask(now)
+
+    def deadline(self) -> float:
+        """When `tick` has something to do."""
+        return min([self._next_gossip, *(asked.deadline for asked in self._asked.values())])
+
+    # Asking ----------------------------------------------------------------------------------------------------------
+
+    def _ask(self, now: float) -> None:
+        context = self._context
+        requests: defaultdict[PeerId, dict[UnitId, list[HeadInfo]]] = defaultdict(dict)
+        for unit in self.behind():
+            if unit in self._asked or self._pipeline.busy(unit):
+                continue
+            offers = self._offers[unit]
+            best = min((-head.weight, head.hash) for head in offers.values())
+            peer = context.random.choice(sorted(p for p, h in offers.items() if (-h.weight, h.hash) == best))
+            self._asked[unit] = _Asked(peer, now + context.settings.packet_seconds)
+            history = context.ledger[unit].history()[-MAX_HISTORY:]
+            requests[peer][unit] = [HeadInfo.of(head) for head in reversed(history)]
+        for peer, units in requests.items():
+            context.send(peer, TrailRequest(units=units))
+
+    def requested(self, peer: PeerId, request: TrailRequest) -> None:
+        """Tell `peer` the way to our states."""
+        for unit, infos in request.units.items():
+            if unit not in self._context.sizes:
+                continue
+            chain = self._context.ledger[unit]
+            theirs = [info.head() for info in infos]
+            common = next((head for head in theirs if chain.after(head) is not None), None)
+            entries = chain.after(common) if common is not None else None
+            if chain.head is None or common == chain.head:
+                continue
+            anchor = None
+            if common is None or common != theirs[0] or entries is None:
+                anchor = chain.anchors[-1]
+                from_anchor = chain.after(anchor) or []
+                entries = from_anchor if entries is None or len(from_anchor) > len(entries) else entries
+            trail = Trail(
+                unit=unit,
+                common=HeadInfo.of(common) if common else None,
+                anchor=HeadInfo.of(anchor) if anchor else None,
+                entries=[EntryInfo.of(entry) for entry in entries],
+            )
+            self._context.send(peer, trail)
+
+    def told(self, peer: PeerId, trail: Trail) -> None:
+        """Take the way that `peer` tells, if we asked for it and it leads to something better."""
+        unit = trail.unit
+        asked = self._asked.get(unit)
+        if asked is None or asked.peer != peer:
+            return
+        del self._asked[unit]
+        head = self._context.ledger[unit].head
+        try:
+            steps, end = plan(trail, head)
+        except ValueError as error:
+            self._context.strike(peer, f"trail of {unit}: {error}")
+            self._offers[unit].pop(peer, None)
+            return
+        others = [p for p in self._offers[unit] if p != peer]
+        if steps and is_better(end, head):
+            self._pipeline.go(unit, steps, [peer, *others])
+        else:
+            self._offers[unit].pop(peer, None)
+
+
+def plan(trail: Trail, head: Head | None) -> tuple[list[Step], Head]:
+    """The steps from `head` along `trail`, and the state to which they lead. Raises ValueError if it has a gap."""
+    entries = [info.entry() for info in trail.entries]
+    for before, after in pairwise(entries):
+        if before.after != after.before:
+            raise ValueError(f"gap between versions {before.after.version} and {after.before.version}")
+    if any(entry.unit != trail.unit for entry in entries):
+        raise ValueError("entries of another unit")
+    if trail.anchor is None:
+        if not entries:
+            raise ValueError("neither a state nor a packet")
+        # no steps if our head has moved on since we asked
+        return list(entries) if entries[0].before == head else [], entries[-1].after
+    anchor = trail.anchor.head()
+    common = trail.common.head() if trail.common else None
+    replay = _replay(entries, anchor)
+    floor = common.version if common else -1
+    account = tuple(e for e in entries if floor < e.after.version <= anchor.version)
+    steps: list[Step] = [TakeState(anchor, common, account), *replay]
+    return steps, replay[-1].after if replay else anchor
+
+
+def _replay(entries: list[Entry], anchor: Head) -> list[Entry]:
+    for at, entry in enumerate(entries):
+        if entry.before == anchor:
+            return entries[at:]
+    if entries and entries[-1].after != anchor:
+        raise ValueError(f"entries do not pass through the anchor of version {anchor.version}")
+    return []

@@ -1,0 +1,61 @@
+"""What the roles of one peer share: who it is, what it knows of the swarm, and where its effects go."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from spesd.config.manifest import SyncConfig
+from spesd.sync.effects import Effect, Send, Strike
+from spesd.sync.ledger import Ledger, PeerId, UnitId
+from spesd.sync.messages import Message
+from spesd.sync.rendezvous import rank
+
+
+class Signer(Protocol):
+    """Signs with this peer's identity, and checks the signatures of others."""
+
+    def sign(self, data: bytes) -> bytes: ...
+
+    def verify(self, peer: PeerId, data: bytes, signature: bytes) -> bool: ...
+
+
+@dataclass(slots=True)
+class Context:
+    """Shared by coordinator, rounds and catch-up of one peer. `sizes` are the values of each unit, in layout order."""
+
+    me: PeerId
+    run: str
+    sizes: Mapping[UnitId, int]
+    settings: SyncConfig
+    signer: Signer
+    random: random.Random
+    ledger: Ledger
+    owned: frozenset[UnitId] = frozenset()
+    live: set[PeerId] = field(default_factory=set)
+    newest_round: int = 0
+    effects: list[Effect] = field(default_factory=list)
+
+    def emit(self, effect: Effect) -> None:
+        self.effects.append(effect)
+
+    def send(self, to: PeerId, message: Message) -> None:
+        self.effects.append(Send(to, message))
+
+    def broadcast(self, peers: Iterable[PeerId], message: Message) -> None:
+        """Send to all but ourselves, in a fixed order so that a seed repeats."""
+        for peer in sorted(set(peers) - {self.me}):
+            self.send(peer, message)
+
+    def strike(self, peer: PeerId, reason: str) -> None:
+        self.emit(Strike(peer, reason))
+
+    def coordinators(self, round_: int) -> list[PeerId]:
+        """Live peers in the order in which they may coordinate `round_`."""
+        return rank(f"{self.run}|round|{round_}", self.live | {self.me})
+
+    def reducers(self, round_: int, unit: UnitId, contributors: Iterable[PeerId]) -> list[PeerId]:
+        """Contributors of a unit in the order in which they may reduce it."""
+        return rank(f"{self.run}|reduce|{round_}|{unit}", contributors)

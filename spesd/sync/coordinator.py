@@ -1,0 +1,122 @@
+"""The coordinator's part in a round: call it, gather who joins, freeze and sign the roster.
+
+Any peer may find itself in this part: it belongs to the first of the live peers by rendezvous hash, and passes to the
+next in order when a call does not come in time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from spesd.sync.context import Context
+from spesd.sync.ledger import Head, PeerId, UnitId, is_better
+from spesd.sync.messages import Call, HeadInfo, Join, Roster, RosterUnit, SignedRoster
+
+
+@dataclass(slots=True)
+class Gathering:
+    """A call under way: `waiting` has not answered yet."""
+
+    round: int
+    attempt: int
+    deadline: float
+    waiting: set[PeerId]
+    joins: dict[PeerId, Join] = field(default_factory=dict)
+
+
+class Coordinator:
+    """Calls rounds when asked to. At most one call is under way."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._due: float | None = None
+        self._next_round = 0
+        self._attempt = 0
+        self._last_call = float("-inf")
+        self.gathering: Gathering | None = None
+
+    def wanted(self, now: float, round_: int) -> None:
+        """Somebody is ready for `round_`: call it as soon as `min_round_seconds` have passed since the last call."""
+        if self.gathering is not None and self.gathering.round >= round_:
+            return
+        if self._due is None or round_ > self._next_round:
+            self._next_round = round_
+            self._due = max(now, self._last_call + self._context.settings.min_round_seconds)
+
+    def joined(self, peer: PeerId, join: Join) -> None:
+        """A peer answers the call."""
+        gathering = self.gathering
+        if gathering is None or (join.round, join.attempt) != (gathering.round, gathering.attempt):
+            return
+        gathering.waiting.discard(peer)
+        if join.units and peer not in gathering.joins:
+            gathering.joins[peer] = join
+
+    def lost(self, peer: PeerId) -> None:
+        """A peer cannot be reached: do not wait for it."""
+        if self.gathering is not None:
+            self.gathering.waiting.discard(peer)
+
+    def deadline(self) -> float | None:
+        """When `tick` has something to do."""
+        if self.gathering is not None:
+            return self.gathering.deadline if self.gathering.waiting else float("-inf")
+        return self._due
+
+    def tick(self, now: float) -> tuple[Call | None, SignedRoster | None]:
+        """Return a call that has just gone out, or a roster that has just been frozen, for this peer itself.
+
+        A call for a round that has come about without us is dropped.
+        """
+        newest = self._context.newest_round
+        if self._next_round <= newest:
+            self._due = None
+        if self.gathering is not None and self.gathering.round <= newest:
+            self.gathering = None
+        if self.gathering is not None and (not self.gathering.waiting or now >= self.gathering.deadline):
+            return None, self._freeze(self.gathering)
+        if self.gathering is None and self._due is not None and now >= self._due:
+            return self._call(now), None
+        return None, None
+
+    def _call(self, now: float) -> Call:
+        context, seconds = self._context, self._context.settings.gather_seconds
+        self._due, self._last_call = None, now
+        self._attempt += 1
+        call = Call(round=self._next_round, attempt=self._attempt, seconds=seconds)
+        self.gathering = Gathering(call.round, call.attempt, now + seconds, context.live | {context.me})
+        context.broadcast(context.live, call)
+        return call
+
+    def _freeze(self, gathering: Gathering) -> SignedRoster | None:
+        """Send the roster to its members; None if nobody joined."""
+        self.gathering = None
+        if not gathering.joins:
+            return None
+        context = self._context
+        roster = make_roster(context.me, gathering, context.sizes)
+        signed = SignedRoster(roster=roster, signature=context.signer.sign(roster.canonical_bytes()))
+        context.broadcast(roster.tokens, signed)
+        return signed
+
+
+def make_roster(coordinator: PeerId, gathering: Gathering, units: Iterable[UnitId]) -> Roster:
+    """Take for each unit the best state that anybody joined with; those who have it contribute."""
+    joins = dict(sorted(gathering.joins.items()))
+    rows: dict[UnitId, RosterUnit] = {}
+    for unit in units:
+        best: Head | None = None
+        for join in joins.values():
+            if unit in join.units and is_better(join.units[unit].head(), best):
+                best = join.units[unit].head()
+        if best is not None:
+            owners = [peer for peer, join in joins.items() if unit in join.units and join.units[unit].head() == best]
+            rows[unit] = RosterUnit(head=HeadInfo.of(best), contributors=owners)
+    return Roster(
+        round=gathering.round,
+        attempt=gathering.attempt,
+        coordinator=coordinator,
+        tokens={peer: join.tokens for peer, join in joins.items()},
+        units=rows,
+    )

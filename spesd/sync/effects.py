@@ -1,0 +1,142 @@
+"""What the protocol asks of the world. The core returns effects; the daemon (or a simulation) carries them out.
+
+Every effect that has a result is answered by one call of the `SyncPeer` method named in its docstring.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from spesd.sync.ledger import Contributor, Entry, Head, PeerId, UnitId
+from spesd.sync.messages import Message
+
+
+class Outcome(StrEnum):
+    """How a unit ended in a round."""
+
+    PENDING = "pending"
+    COMMITTED = "committed"
+    PARTIAL = "partial"
+    UNCHANGED = "unchanged"
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Deliver a small message; on failure `on_unreachable`."""
+
+    to: PeerId
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class SendContribution:
+    """Push blob `blob` to the reducer `to`; on failure `on_unreachable`."""
+
+    to: PeerId
+    round: int
+    roster: str
+    unit: UnitId
+    blob: str
+
+
+@dataclass(frozen=True, slots=True)
+class TakeSnapshot:
+    """Ask the trainer for a snapshot at its next step boundary: `on_snapshot`."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Encode:
+    """Encode `snapshot - agreed` of a unit as a contribution: `on_encoded`."""
+
+    round: int
+    roster: str
+    unit: UnitId
+    base: Head
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Combine contributions into a packet: `on_reduced`."""
+
+    round: int
+    roster: str
+    unit: UnitId
+    base: Head
+    contributions: tuple[Contributor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Get a blob of at most `size` bytes from one of `sources`, best first: `on_fetched`."""
+
+    unit: UnitId
+    blob: str
+    size: int
+    sources: tuple[PeerId, ...]
+    urgent: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Verify and apply the packet of `entry`, all or nothing: `on_committed`.
+
+    `accepted` are this peer's own contributions in it; `anchor` asks to keep the full new state on disk as well.
+    """
+
+    entry: Entry
+    accepted: tuple[str, ...]
+    anchor: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """Replace a unit's agreed state by the blob `head.hash`: `on_adopted`."""
+
+    unit: UnitId
+    head: Head
+    accepted: tuple[str, ...]
+    returned: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """These blobs are no longer needed by the protocol."""
+
+    blobs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Strike:
+    """`peer` broke the protocol."""
+
+    peer: PeerId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnitReport:
+    """How one unit ended: who is `missing` from a partial packet, and `why` it is unchanged or partial."""
+
+    outcome: Outcome
+    missing: tuple[PeerId, ...] = ()
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundEnded:
+    """A round is over for this peer."""
+
+    round: int
+    coordinator: PeerId
+    members: tuple[PeerId, ...]
+    units: dict[UnitId, UnitReport]
+    started: float
+    ended: float
+
+
+Effect = (
+    Send | SendContribution | TakeSnapshot | Encode | Reduce | Fetch | Commit | Adopt | Discard | Strike | RoundEnded
+)

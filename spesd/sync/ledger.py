@@ -1,0 +1,149 @@
+"""The ledger: for each unit the chain of versions that the swarm has committed, and the rule that settles forks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+PeerId = str
+UnitId = str
+
+
+class Head(NamedTuple):
+    """One agreed state of a unit: the round that made it, the blake3 hash of its fp32 bytes, and the tokens behind it.
+
+    `weight` is the sum of the capped tokens of all contributions in the chain up to here.
+    """
+
+    version: int
+    hash: str
+    weight: int
+
+
+class Contributor(NamedTuple):
+    """Whose work went into a packet: peer, capped tokens, and the hash of the contribution that was used."""
+
+    peer: PeerId
+    weight: int
+    blob: str
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One link of a chain: the packet that took `unit` from `before` to `after`."""
+
+    unit: UnitId
+    before: Head
+    after: Head
+    packet: str
+    size: int
+    contributors: tuple[Contributor, ...]
+
+    def __post_init__(self) -> None:
+        if self.after.version <= self.before.version:
+            raise ValueError(f"{self.unit}: version {self.after.version} does not follow {self.before.version}")
+        if self.after.weight != self.before.weight + sum(c.weight for c in self.contributors):
+            raise ValueError(f"{self.unit}: weight {self.after.weight} is not the sum of its contributors")
+
+
+class BrokenChain(ValueError):
+    """An entry does not follow from the head of its chain."""
+
+
+def is_better(candidate: Head, current: Head | None) -> bool:
+    """The fork rule: more cumulative tokens win, then the lower hash.
+
+    A state always has more weight than its ancestors, so "better" also covers "newer on the same chain".
+    """
+    if current is None:
+        return True
+    return (-candidate.weight, candidate.hash) < (-current.weight, current.hash)
+
+
+@dataclass(slots=True)
+class Chain:
+    """The recent history of one unit: an anchor (a full state kept on disk) and the entries that follow it.
+
+    The anchor before the newest is kept too, so that a download from it can end.
+    """
+
+    anchors: list[Head] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
+
+    @property
+    def head(self) -> Head | None:
+        """The agreed state, or None while nothing is known."""
+        if self.entries:
+            return self.entries[-1].after
+        return self.anchors[-1] if self.anchors else None
+
+    @property
+    def since_anchor(self) -> int:
+        """Entries after the newest anchor."""
+        return len(self.after(self.anchors[-1]) or ()) if self.anchors else 0
+
+    def append(self, entry: Entry) -> None:
+        """Extend the chain. Raises BrokenChain if `entry` does not start at the head."""
+        if entry.before != self.head:
+            raise BrokenChain(f"{entry.unit}: entry starts at {entry.before}, the chain ends at {self.head}")
+        self.entries.append(entry)
+
+    def reset(self, anchor: Head) -> list[str]:
+        """Start anew from a full state that did not grow out of this chain; return the blobs no longer needed."""
+        dropped = [head.hash for head in self.anchors if head != anchor] + [entry.packet for entry in self.entries]
+        self.anchors, self.entries = [anchor], []
+        return dropped
+
+    def add_anchor(self) -> list[str]:
+        """Make the head an anchor; return the blobs (old states and packets) that are no longer needed."""
+        head = self.head
+        if head is None or self.anchors[-1] == head:
+            return []
+        self.anchors.append(head)
+        dropped: list[str] = []
+        while len(self.anchors) > 2:
+            dropped.append(self.anchors.pop(0).hash)
+            kept = self.after(self.anchors[0])
+            if kept is not None:
+                dropped += [entry.packet for entry in self.entries[: len(self.entries) - len(kept)]]
+                self.entries = kept
+        return dropped
+
+    def after(self, head: Head) -> list[Entry] | None:
+        """Entries that lead from `head` to the newest, or None if `head` is not part of the chain."""
+        if head == self.head:
+            return []
+        for at, entry in enumerate(self.entries):
+            if entry.before == head:
+                return self.entries[at:]
+        return None
+
+    def history(self) -> list[Head]:
+        """All states that the chain still remembers, oldest first."""
+        first = self.anchors[:1]
+        return first + [entry.after for entry in self.entries]
+
+
+class Ledger:
+    """The chains of all units of a run."""
+
+    def __init__(self, units: Iterable[UnitId]) -> None:
+        self.chains = {unit: Chain() for unit in units}
+
+    def __getitem__(self, unit: UnitId) -> Chain:
+        return self.chains[unit]
+
+    def heads(self) -> dict[UnitId, Head]:
+        """The agreed state of every unit that is known here."""
+        return {unit: chain.head for unit, chain in self.chains.items() if chain.head is not None}
+
+    @property
+    def complete(self) -> bool:
+        """Whether every unit has an agreed state here."""
+        return all(chain.head is not None for chain in self.chains.values())
+
+    @property
+    def newest_round(self) -> int:
+        """The highest version of any unit."""
+        return max((head.version for head in self.heads().values()), default=0)

@@ -1,0 +1,143 @@
+"""A member's part between rounds: become ready, ask for a round, answer the call, wait for the roster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from spesd.sync.context import Context
+from spesd.sync.effects import TakeSnapshot
+from spesd.sync.ledger import Head, PeerId, UnitId
+from spesd.sync.messages import Call, HeadInfo, Join, Ready, Roster
+
+GATHER_PATIENCE = 2
+"""How many times the announced gather time a member waits for the roster."""
+
+
+@dataclass(slots=True)
+class Joining:
+    """A call was answered, or will be once the snapshot is there. `bases` are the states from which we contribute."""
+
+    coordinator: PeerId
+    round: int
+    attempt: int
+    deadline: float
+    bases: dict[UnitId, Head]
+    tokens: int | None = None
+    steps: int = 0
+
+
+class Member:
+    """Counts local steps, and leads from "ready" to a roster that lists us."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self.joining: Joining | None = None
+        self._steps = 0
+        self._tokens = 0
+        self._ready_since: float | None = None
+        self._asked = 0
+
+    # Becoming ready --------------------------------------------------------------------------------------------------
+
+    def progress(self, steps: int, tokens: int) -> None:
+        """The trainer has done more work."""
+        self._steps += steps
+        self._tokens += tokens
+
+    def reset(self) -> None:
+        """The trainer has lost its work."""
+        self._steps = self._tokens = self._asked = 0
+        self.joining = self._ready_since = None
+
+    def ask(self, now: float) -> PeerId | None:
+        """If a coordinator is to be asked now: whom. The first in order, and after each deadline the next."""
+        context = self._context
+        if self.joining is not None or self._steps < context.settings.local_steps:
+            return None
+        if self._ready_since is None:
+            self._ready_since, self._asked = now, 0
+        if now < self._due():
+            return None
+        self._asked += 1
+        peer = self._candidate()
+        if peer != context.me:
+            context.send(peer, Ready(round=context.newest_round + 1))
+        return peer
+
+    def deadline(self) -> float | None:
+        """When `ask` or `expire` has something to do."""
+        if self.joining is not None:
+            return self.joining.deadline
+        return self._due() if self._ready_since is not None else None
+
+    def waiting_for(self) -> tuple[PeerId, float] | None:
+        """Whom we wait for, and until when."""
+        if self.joining is not None:
+            return self.joining.coordinator, self.joining.deadline
+        return (self._candidate(), self._due()) if self._ready_since is not None and self._asked else None
+
+    # Answering a call ------------------------------------------------------------------------------------------------
+
+    def can_answer(self, coordinator: PeerId) -> bool:
+        """Whether we are free: one call at a time, but a coordinator may repeat its own."""
+        return self.joining is None or self.joining.coordinator == coordinator
+
+    def answer(self, now: float, coordinator: PeerId, call: Call, mine: Iterable[UnitId]) -> None:
+        """Take a snapshot for this call; `took_snapshot` goes on."""
+        heads = self._context.ledger.heads()
+        deadline = now + GATHER_PATIENCE * call.seconds
+        bases = {unit: heads[unit] for unit in mine}
+        self.joining = Joining(coordinator, call.round, call.attempt, deadline, bases)
+        self._context.emit(TakeSnapshot(call.round))
+
+    def took_snapshot(self, round_: int) -> Join | None:
+        """The snapshot lies ready: what to tell the coordinator, if it still matters."""
+        joining = self.joining
+        if joining is None or joining.round != round_ or joining.tokens is not None:
+            return None
+        joining.tokens, joining.steps = self._tokens, self._steps
+        units = {unit: HeadInfo.of(head) for unit, head in joining.bases.items()}
+        return Join(round=round_, attempt=joining.attempt, tokens=joining.tokens, units=units)
+
+    def expects(self, roster: Roster) -> bool:
+        """Whether this is the roster that we joined."""
+        joining = self.joining
+        asked = joining and (joining.coordinator, joining.round, joining.attempt, joining.tokens)
+        return asked == (roster.coordinator, roster.round, roster.attempt, roster.tokens.get(self._context.me))
+
+    def enlisted(self, roster: Roster) -> bool:
+        """The roster is out: our work up to the snapshot is in it. False if it says what we did not offer."""
+        joining = self.joining
+        mine = {unit for unit, row in roster.units.items() if self._context.me in row.contributors}
+        if joining is None or not mine <= set(joining.bases) or not set(roster.units) <= set(self._context.sizes):
+            return False
+        self._steps -= joining.steps
+        self._tokens -= joining.tokens or 0
+        self.joining = self._ready_since = None
+        self._asked = 0
+        return True
+
+    def lost(self, now: float, peer: PeerId) -> None:
+        """`peer` cannot be reached. Call before it leaves the live ones: if we waited for it, ask the next at once."""
+        if self.joining is not None and self.joining.coordinator == peer:
+            self.joining = None
+        if self._ready_since is not None and self._asked and self._candidate() == peer:
+            self._ready_since, self._asked = now, 0
+
+    def expire(self, now: float) -> None:
+        """Give up a roster that did not come, or that is for a round before the newest.
+
+        Not for the newest itself: a packet of the round that we join may overtake its roster.
+        """
+        if self.joining is not None:
+            over = self.joining.round < self._context.newest_round
+            if over or now >= self.joining.deadline:
+                self.joining = None
+
+    def _due(self) -> float:
+        return (self._ready_since or 0.0) + self._asked * self._context.settings.coordinator_seconds
+
+    def _candidate(self) -> PeerId:
+        order = self._context.coordinators(self._context.newest_round + 1)
+        return order[(self._asked - 1) % len(order)]

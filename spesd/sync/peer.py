@@ -1,0 +1,370 @@
+"""One peer of the swarm, as a pure state machine.
+
+Events come in as method calls that carry the time; what is to be done comes out as effects. The same code runs in
+the daemon and in the simulation of the tests.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from spesd.config.manifest import SyncConfig
+from spesd.sync.catchup import CatchUp
+from spesd.sync.context import Context, Signer
+from spesd.sync.coordinator import Coordinator
+from spesd.sync.effects import Adopt, Commit, Discard, Effect, Encode, Reduce
+from spesd.sync.ledger import Chain, Entry, Head, Ledger, PeerId, UnitId, is_better
+from spesd.sync.member import Member
+from spesd.sync.messages import (
+    Announce,
+    Call,
+    EntryInfo,
+    Heads,
+    Join,
+    Message,
+    Ready,
+    SignedRoster,
+    Trail,
+    TrailRequest,
+)
+from spesd.sync.packet import codec_of
+from spesd.sync.pipeline import Pipeline
+from spesd.sync.round import Round
+from spesd.sync.work import OwnWork
+
+MAX_ROUND_JUMP = 100_000
+"""A round number further ahead than this is not believed."""
+
+MAX_EARLY = 4096
+"""Contributions that are kept while the roster to which they belong is still on its way to us."""
+
+HEARD_SECONDS = 30.0
+"""A peer that we heard from so recently counts as live, whatever the directory says."""
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingCall:
+    """A call that came while our own units were still under way."""
+
+    sender: PeerId
+    call: Call
+    until: float
+
+
+class SyncPeer:
+    """The protocol of one peer. After each event take its effects with `take_effects`, and carry them out in order."""
+
+    def __init__(
+        self, me: PeerId, run: str, sizes: Mapping[UnitId, int], settings: SyncConfig, signer: Signer, seed: int
+    ) -> None:
+        self.context = Context(me, run, sizes, settings, signer, random.Random(seed), Ledger(sizes))
+        self.work = OwnWork(me, settings.stale_rounds)
+        self.pipeline = Pipeline(self.context, codec_of(settings.codec), self.work)
+        self.catchup = CatchUp(self.context, self.pipeline)
+        self.coordinator = Coordinator(self.context)
+        self.member = Member(self.context)
+        self.rounds: dict[int, Round] = {}
+        self.training = False
+        self._shared = frozenset(unit for unit in sizes if unit.startswith("shared"))
+        self._heard: dict[PeerId, float] = {}
+        self._made: set[str] = set()
+        self._early: list[tuple[int, PeerId, UnitId, str]] = []
+        self._pending: _PendingCall | None = None
+
+    # What others can see ---------------------------------------------------------------------------------------------
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.context.ledger
+
+    @property
+    def trained(self) -> frozenset[UnitId]:
+        """Units that we train: the shared shards and our experts."""
+        return self._shared | self.context.owned
+
+    @property
+    def settled(self) -> bool:
+        """Whether our own units have ended in every round and none is on the move: only then can we join the next."""
+        trained = self.trained
+        ended = all(round_.settled(trained) for round_ in self.rounds.values())
+        return ended and not any(self.pipeline.busy(unit) for unit in trained)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no round is open here and none is being joined."""
+        return not self.rounds and self.member.joining is None
+
+    def current_round(self) -> Round | None:
+        """The newest open round."""
+        return self.rounds[max(self.rounds)] if self.rounds else None
+
+    def take_effects(self) -> list[Effect]:
+        """Effects since the last call, in the order in which they are to be carried out."""
+        effects, self.context.effects = self.context.effects, []
+        return effects
+
+    def restore(self, chains: Mapping[UnitId, Chain]) -> None:
+        """Take up the ledger that was kept on disk. Call before any event."""
+        for unit, chain in chains.items():
+            self.ledger.chains[unit] = chain
+        self.context.newest_round = self.ledger.newest_round
+
+    # The world -------------------------------------------------------------------------------------------------------
+
+    def on_owned(self, experts: Iterable[UnitId]) -> None:
+        """We train these experts from now on."""
+        self.context.owned = frozenset(experts)
+
+    def on_live(self, now: float, peers: Iterable[PeerId]) -> None:
+        """The directory's view of who is here."""
+        recent = {peer for peer, at in self._heard.items() if now - at < HEARD_SECONDS}
+        self.context.live = (set(peers) | recent) - {self.context.me}
+
+    def on_unreachable(self, now: float, peer: PeerId) -> None:
+        """A message to `peer` could not be delivered."""
+        self._heard.pop(peer, None)
+        if peer in self.context.live:
+            self.member.lost(now, peer)
+            self.context.live.discard(peer)
+            self.coordinator.lost(peer)
+            self.catchup.lost(peer)
+            for round_ in self.rounds.values():
+                round_.lost(now, peer)
+            self.on_time(now)
+
+    def on_time(self, now: float) -> None:
+        """Do what is due. Call at `deadline()` or a little later."""
+        for round_ in self.rounds.values():
+            round_.tick(now)
+        self._close_rounds(now)
+        self.member.expire(now)
+        if self.settled:
+            pending, self._pending = self._pending, None
+            if pending is not None and now < pending.until:
+                self._called(now, pending.sender, pending.call)
+            self._coordinate(now)
+        self.catchup.tick(now)
+
+    def deadline(self) -> float:
+        """When `on_time` next has something to do."""
+        times = [round_.deadline() for round_ in self.rounds.values()]
+        times += [self.coordinator.deadline() if self.settled else None, self.member.deadline()]
+        return min([time for time in times if time is not None] + [self.catchup.deadline()])
+
+    # The trainer -----------------------------------------------------------------------------------------------------
+
+    def on_training(self, now: float, training: bool) -> None:
+        """The trainer is there and loaded, or it is gone, and with it all work that was not accepted."""
+        self.training = training
+        if not training:
+            self._discard(self.work.clear())
+            self.member.reset()
+        self.on_time(now)
+
+    def on_progress(self, now: float, steps: int, tokens: int) -> None:
+        """The trainer has done more work: `steps` and `tokens` since the last such event."""
+        self.member.progress(steps, tokens)
+        self.on_time(now)
+
+    def on_snapshot(self, now: float, round_: int) -> None:
+        """The trainer's snapshot for `round_` lies ready: join."""
+        joining = self.member.joining
+        join = self.member.took_snapshot(round_)
+        if join is not None and joining is not None:
+            self._answer(now, joining.coordinator, join)
+            self.on_time(now)
+
+    # Results of effects ----------------------------------------------------------------------------------------------
+
+    def on_encoded(self, now: float, effect: Encode, blob: str | None) -> None:
+        """A contribution is encoded; None if the unit's state has moved on."""
+        if blob is not None:
+            self._discard(self.work.offered(effect.unit, blob))
+        round_ = self.rounds.get(effect.round)
+        if round_ is not None and round_.hash == effect.roster:
+            round_.encoded(now, effect.unit, blob)
+
+    def on_reduced(self, now: float, effect: Reduce, entry: Entry | None, refused: Mapping[PeerId, str]) -> None:
+        """A packet is made; None if no contribution passed. `refused` gives the reason by peer."""
+        for peer, reason in refused.items():
+            if peer != self.context.me:
+                self.context.strike(peer, f"contribution to {effect.unit} in round {effect.round}: {reason}")
+        round_ = self.rounds.get(effect.round)
+        if round_ is None or round_.hash != effect.roster:
+            return
+        round_.reduced(effect.unit, entry)
+        if entry is not None and entry.before == self.ledger[entry.unit].head and self.pipeline.commit_own(entry):
+            self._made.add(entry.packet)
+            round_.announced(entry)
+        self._close_rounds(now)
+
+    def on_fetched(self, now: float, unit: UnitId, ok: bool) -> None:
+        """A blob of `Fetch` is here, or cannot be had from anyone asked."""
+        self.pipeline.fetched(unit, ok)
+        self.on_time(now)
+
+    def on_committed(self, now: float, effect: Commit, ok: bool) -> None:
+        """A packet is applied; not `ok` if it did not verify."""
+        entry = effect.entry
+        if self.pipeline.committed(effect, ok):
+            self._moved(entry.unit, entry.after)
+            if entry.packet in self._made:
+                self._announce(entry)
+        self._made.discard(entry.packet)
+        self.on_time(now)
+
+    def on_adopted(self, now: float, effect: Adopt, ok: bool) -> None:
+        """A full state is applied; not `ok` if it did not verify."""
+        if self.pipeline.adopted(effect, ok):
+            self._moved(effect.unit, effect.head)
+        self.on_time(now)
+
+    # Messages --------------------------------------------------------------------------------------------------------
+
+    def on_contribution(self, now: float, sender: PeerId, round_: int, unit: UnitId, blob: str) -> str | None:
+        """Another peer's contribution has arrived. Returns why it is refused, or None."""
+        self._hear(now, sender)
+        state = self.rounds.get(round_)
+        if state is not None:
+            return state.contribution(now, sender, unit, blob)
+        joining = self.member.joining
+        if joining is None or joining.round != round_ or len(self._early) >= MAX_EARLY or unit not in joining.bases:
+            return f"round {round_} is not open here"
+        self._early.append((round_, sender, unit, blob))
+        return None
+
+    def on_message(self, now: float, sender: PeerId, message: Message) -> None:
+        """A checked message from the authenticated peer `sender`."""
+        self._hear(now, sender)
+        match message:
+            case Ready():
+                self._wanted(now, sender, message)
+            case Call():
+                self._called(now, sender, message)
+            case Join():
+                self.coordinator.joined(sender, message)
+            case SignedRoster():
+                self._roster(now, sender, message)
+            case Announce():
+                for info in message.entries:
+                    self._learn(sender, info)
+            case Heads():
+                self._heads(sender, message)
+            case TrailRequest():
+                self.catchup.requested(sender, message)
+            case Trail():
+                self.catchup.told(sender, message)
+        self.on_time(now)
+
+    def _hear(self, now: float, peer: PeerId) -> None:
+        self._heard[peer] = now
+        self.context.live.add(peer)
+
+    def _wanted(self, now: float, sender: PeerId, ready: Ready) -> None:
+        newest = self.context.newest_round
+        if ready.round <= newest:
+            self.context.send(sender, self.catchup.my_heads(reply=True))
+        elif ready.round <= newest + MAX_ROUND_JUMP:
+            self.coordinator.wanted(now, ready.round)
+
+    def _called(self, now: float, sender: PeerId, call: Call) -> None:
+        newest = self.context.newest_round
+        if call.round <= newest and sender != self.context.me:
+            self.context.send(sender, self.catchup.my_heads(reply=True))
+        able = self.training and self.ledger.complete and newest < call.round <= newest + MAX_ROUND_JUMP
+        if not able or not self.member.can_answer(sender):
+            self._answer(now, sender, Join(round=call.round, attempt=call.attempt, tokens=0, units={}))
+        elif not self.settled:
+            self._pending = _PendingCall(sender, call, now + call.seconds)
+        else:
+            self.member.answer(now, sender, call, sorted(self.trained))
+
+    def _answer(self, now: float, coordinator: PeerId, join: Join) -> None:
+        if coordinator == self.context.me:
+            self.coordinator.joined(coordinator, join)
+        else:
+            self.context.send(coordinator, join)
+
+    def _roster(self, now: float, sender: PeerId, signed: SignedRoster) -> None:
+        roster = signed.roster
+        signed_by_sender = roster.coordinator == sender and self.context.signer.verify(
+            sender, roster.canonical_bytes(), signed.signature
+        )
+        if not signed_by_sender:
+            self.context.strike(sender, f"roster of round {roster.round} is not signed by its coordinator")
+            return
+        if not self.member.expects(roster):
+            return
+        if not self.member.enlisted(roster):
+            self.context.strike(sender, f"roster of round {roster.round} lists units that were not offered")
+            return
+        self.context.newest_round = max(self.context.newest_round, roster.round)
+        round_ = self.rounds[roster.round] = Round(self.context, roster, now)
+        round_.start()
+        early, self._early = self._early, []
+        for number, peer, unit, blob in early:
+            if number == roster.round:
+                round_.contribution(now, peer, unit, blob)
+        for unit, row in roster.units.items():
+            self.catchup.heard(row.contributors[0], {unit: row.head.head()})
+
+    def _learn(self, sender: PeerId, info: EntryInfo) -> None:
+        """A packet is announced: take it if it follows our head, else find out how to get there."""
+        try:
+            entry = info.entry()
+        except ValueError as error:
+            self.context.strike(sender, str(error))
+            return
+        if entry.unit not in self.context.sizes or not is_better(entry.after, self.ledger[entry.unit].head):
+            return
+        round_ = self.rounds.get(entry.after.version)
+        if round_ is not None and round_.accepts(entry):
+            round_.announced(entry)
+        if entry.before == self.ledger[entry.unit].head and not self.pipeline.busy(entry.unit):
+            self.pipeline.go(entry.unit, [entry], [sender, *(c.peer for c in entry.contributors)])
+        else:
+            self.catchup.heard(sender, {entry.unit: entry.after})
+
+    def _heads(self, sender: PeerId, message: Heads) -> None:
+        heads = {unit: info.head() for unit, info in message.heads.items()}
+        newest = self.context.newest_round
+        self.context.newest_round = max(newest, min(message.round, newest + MAX_ROUND_JUMP))
+        self.catchup.heard(sender, heads)
+        if not message.reply and self.catchup.has_better_than(heads):
+            self.context.send(sender, self.catchup.my_heads(reply=True))
+
+    # Inside ----------------------------------------------------------------------------------------------------------
+
+    def _coordinate(self, now: float) -> None:
+        """Ask for a round if we are ready for one; call and freeze one if that falls to us."""
+        ready = self.training and self.ledger.complete
+        if ready and self.member.ask(now) == self.context.me:
+            self.coordinator.wanted(now, self.context.newest_round + 1)
+        call, signed = self.coordinator.tick(now)
+        if call is not None:
+            self._called(now, self.context.me, call)
+        if signed is not None:
+            self._roster(now, self.context.me, signed)
+
+    def _moved(self, unit: UnitId, head: Head) -> None:
+        self.context.newest_round = max(self.context.newest_round, head.version)
+        for round_ in self.rounds.values():
+            round_.committed(unit, head)
+
+    def _announce(self, entry: Entry) -> None:
+        """Tell everybody of a packet that we have made."""
+        round_ = self.rounds.get(entry.after.version)
+        members = set(round_.roster.tokens) if round_ is not None else set()
+        self.context.broadcast(members | self.context.live, Announce(entries=[EntryInfo.of(entry)]))
+
+    def _close_rounds(self, now: float) -> None:
+        for number in [number for number, round_ in self.rounds.items() if round_.over]:
+            round_ = self.rounds.pop(number)
+            self.context.emit(round_.report(now))
+            self._discard(round_.received_from_others())
+
+    def _discard(self, blobs: list[str]) -> None:
+        if blobs:
+            self.context.emit(Discard(tuple(blobs)))

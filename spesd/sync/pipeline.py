@@ -1,0 +1,133 @@
+"""The pipeline: for each unit at most one step under way from its head to a better one.
+
+A step is an entry (fetch its packet, commit it) or a full state (fetch it, adopt it). Whoever learns of a way to a
+better head, by announcement or by asking, puts its steps here; a step that fails drops the rest.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from spesd.sync.codec import Codec
+from spesd.sync.context import Context
+from spesd.sync.effects import Adopt, Commit, Discard, Fetch
+from spesd.sync.ledger import Entry, Head, PeerId, UnitId
+from spesd.sync.packet import max_size
+from spesd.sync.work import OwnWork
+
+
+@dataclass(frozen=True, slots=True)
+class TakeState:
+    """Replace a unit's state by `head`; our chain and its chain part at `common`, after which it has `entries`."""
+
+    head: Head
+    common: Head | None
+    entries: tuple[Entry, ...]
+
+
+Step = Entry | TakeState
+
+
+@dataclass(slots=True)
+class _Way:
+    steps: deque[Step]
+    sources: tuple[PeerId, ...]
+
+
+class Pipeline:
+    """Moves units along, one step at a time, and keeps the ledger."""
+
+    def __init__(self, context: Context, codec: Codec, work: OwnWork) -> None:
+        self._context = context
+        self._codec = codec
+        self._work = work
+        self._ways: dict[UnitId, _Way] = {}
+
+    def busy(self, unit: UnitId) -> bool:
+        """Whether a step of `unit` is under way."""
+        return unit in self._ways
+
+    def go(self, unit: UnitId, steps: Sequence[Step], sources: Sequence[PeerId]) -> None:
+        """Take `steps` one after the other; `sources` serve their blobs, best first."""
+        if unit not in self._ways and steps:
+            self._ways[unit] = _Way(deque(steps), tuple(dict.fromkeys(s for s in sources if s != self._context.me)))
+            self._fetch(unit)
+
+    def commit_own(self, entry: Entry) -> bool:
+        """Commit a packet that this peer has reduced: its bytes are here. False if a step is under way already."""
+        if entry.unit in self._ways:
+            return False
+        self._ways[entry.unit] = _Way(deque([entry]), ())
+        self._apply(entry.unit)
+        return True
+
+    def fetched(self, unit: UnitId, ok: bool) -> None:
+        """The blob of the present step is here, or cannot be had."""
+        if unit not in self._ways:
+            return
+        if ok:
+            self._apply(unit)
+        else:
+            del self._ways[unit]
+
+    def committed(self, effect: Commit, ok: bool) -> bool:
+        """The present step, an entry, is applied, or was refused. Returns `ok`."""
+        entry = effect.entry
+        if not ok:
+            self._ways.pop(entry.unit, None)
+            return False
+        chain = self._context.ledger[entry.unit]
+        chain.append(entry)
+        self._discard(self._work.committed(entry, effect.accepted))
+        if effect.anchor:
+            self._discard(chain.add_anchor())
+        self._next(entry.unit)
+        return True
+
+    def adopted(self, effect: Adopt, ok: bool) -> bool:
+        """The present step, a full state, is applied, or was refused. Returns `ok`."""
+        if not ok:
+            self._ways.pop(effect.unit, None)
+            return False
+        self._discard(self._context.ledger[effect.unit].reset(effect.head))
+        self._discard(self._work.adopted(effect.unit, effect.head.version, effect.accepted, effect.returned))
+        self._next(effect.unit)
+        return True
+
+    def _next(self, unit: UnitId) -> None:
+        way = self._ways.get(unit)
+        if way is None:
+            return
+        way.steps.popleft()
+        if way.steps:
+            self._fetch(unit)
+        else:
+            del self._ways[unit]
+
+    def _fetch(self, unit: UnitId) -> None:
+        way, context = self._ways[unit], self._context
+        step, count = way.steps[0], context.sizes[unit]
+        urgent = unit in context.owned or unit.startswith("shared")
+        if isinstance(step, Entry):
+            size = min(step.size, max_size(self._codec, count))
+            context.emit(Fetch(unit, step.packet, size, way.sources, urgent))
+        else:
+            context.emit(Fetch(unit, step.head.hash, 4 * count, way.sources, urgent))
+
+    def _apply(self, unit: UnitId) -> None:
+        context, step = self._context, self._ways[unit].steps[0]
+        if isinstance(step, Entry):
+            if step.before != context.ledger[unit].head:
+                del self._ways[unit]
+                return
+            anchor = context.ledger[unit].since_anchor + 1 >= context.settings.anchor_rounds
+            context.emit(Commit(step, self._work.accepted_by(step), anchor))
+        else:
+            accepted, returned = self._work.moved(unit, step.common, step.entries)
+            context.emit(Adopt(unit, step.head, accepted, returned))
+
+    def _discard(self, blobs: list[str]) -> None:
+        if blobs:
+            self._context.emit(Discard(tuple(blobs)))

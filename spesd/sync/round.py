@@ -1,0 +1,234 @@
+"""One round as a member sees it, from the frozen roster to the last commit.
+
+For each unit a member may be contributor, reducer, or only a reader. Stages are of equal length: in stage k the k-th
+reducer in order is waited for. A reducer closes a unit `contribute_seconds` into its stage; the rest of the stage is
+for its packet to spread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from spesd.sync.aggregate import capped_weights
+from spesd.sync.context import Context
+from spesd.sync.effects import Encode, Outcome, Reduce, RoundEnded, SendContribution, UnitReport
+from spesd.sync.ledger import Contributor, Entry, Head, PeerId, UnitId
+from spesd.sync.messages import Announce, EntryInfo, Roster
+
+MAX_STAGES = 3
+"""Reducers that are tried before a unit is left unchanged."""
+
+
+@dataclass(slots=True)
+class UnitRound:
+    """One unit in one round. `stage` counts the reducers that were given up."""
+
+    base: Head
+    weights: dict[PeerId, int]
+    reducers: list[PeerId]
+    stage: int = 0
+    blob: str | None = None
+    received: dict[PeerId, str] = field(default_factory=dict)
+    reducing: bool = False
+    entry: Entry | None = None
+    report: UnitReport = field(default_factory=lambda: UnitReport(Outcome.PENDING))
+
+    @property
+    def open(self) -> bool:
+        return self.report.outcome is Outcome.PENDING
+
+    @property
+    def reducer(self) -> PeerId | None:
+        """Whom the unit waits for now."""
+        return self.reducers[self.stage] if self.stage < len(self.reducers) else None
+
+
+class Round:
+    """State of one round at one member. `now` is handed in, effects go out through the context."""
+
+    def __init__(self, context: Context, roster: Roster, now: float) -> None:
+        self._context = context
+        self.roster = roster
+        self.hash = roster.hash
+        self.number = roster.round
+        self.started = now
+        self._gone: set[PeerId] = set()
+        self.units: dict[UnitId, UnitRound] = {}
+        for unit, row in roster.units.items():
+            weights = capped_weights({p: roster.tokens[p] for p in row.contributors}, context.settings.weight_cap)
+            order = context.reducers(roster.round, unit, row.contributors)[:MAX_STAGES]
+            self.units[unit] = UnitRound(row.head.head(), weights, order)
+
+    @property
+    def stage_seconds(self) -> float:
+        return self._context.settings.contribute_seconds + self._context.settings.packet_seconds
+
+    def start(self) -> None:
+        """Encode this peer's contributions."""
+        for unit, state in self.units.items():
+            if self._context.me in state.weights:
+                self._context.emit(Encode(self.number, self.hash, unit, state.base))
+
+    # What happens ----------------------------------------------------------------------------------------------------
+
+    def encoded(self, now: float, unit: UnitId, blob: str | None) -> None:
+        """Our contribution is ready (None: our state has moved on since we joined)."""
+        state = self.units[unit]
+        if blob is None:
+            state.weights.pop(self._context.me, None)
+        state.blob = blob
+        self._offer(unit)
+        self._maybe_reduce(now, unit)
+
+    def contribution(self, now: float, sender: PeerId, unit: UnitId, blob: str) -> str | None:
+        """Somebody takes us for the reducer. Returns why it is refused, or None."""
+        state = self.units.get(unit)
+        if state is None or sender not in state.weights or self._context.me not in state.reducers:
+            return "not a contributor to this reducer in this round"
+        if state.entry is not None:
+            self._context.send(sender, Announce(entries=[EntryInfo.of(state.entry)]))
+        elif sender not in state.received:
+            state.received[sender] = blob
+            self._maybe_reduce(now, unit)
+        return None
+
+    def reduced(self, unit: UnitId, entry: Entry | None) -> None:
+        """Our reduction is done; `entry` is None if no contribution passed the checks."""
+        state = self.units[unit]
+        if entry is None and state.open:
+            state.report = UnitReport(Outcome.UNCHANGED, (), "no contribution passed the checks")
+
+    def accepts(self, entry: Entry) -> bool:
+        """Whether a packet of this round follows its roster: right start, known contributors, capped weights."""
+        state = self.units.get(entry.unit)
+        if state is None or entry.before != state.base:
+            return False
+        row = self.roster.units[entry.unit]
+        tokens = {peer: self.roster.tokens[peer] for peer in row.contributors}
+        weights = capped_weights(tokens, self._context.settings.weight_cap)
+        peers = [c.peer for c in entry.contributors]
+        return len(set(peers)) == len(peers) and all(weights.get(c.peer) == c.weight for c in entry.contributors)
+
+    def announced(self, entry: Entry) -> None:
+        """A packet for one of our units is known; the reducer is not waited for any more."""
+        state = self.units.get(entry.unit)
+        if state is not None and state.entry is None:
+            state.entry = entry
+
+    def committed(self, unit: UnitId, head: Head) -> None:
+        """The agreed state of `unit` is now `head`."""
+        state = self.units.get(unit)
+        if state is None or not state.open or head.version < self.number:
+            return
+        if state.entry is None or state.entry.after != head:
+            state.report = UnitReport(Outcome.COMMITTED, (), "caught up")
+            return
+        there = {c.peer for c in state.entry.contributors}
+        missing = tuple(p for p in self.roster.units[unit].contributors if p not in there)
+        state.report = UnitReport(Outcome.PARTIAL if missing else Outcome.COMMITTED, missing, "")
+
+    def lost(self, now: float, peer: PeerId) -> None:
+        """`peer` cannot be reached: neither wait for its contributions nor for it as a reducer."""
+        self._gone.add(peer)
+        for unit, state in self.units.items():
+            if state.open and state.entry is None:
+                if state.reducer == peer:
+                    self._next_stage(unit)
+                self._maybe_reduce(now, unit)
+
+    def tick(self, now: float) -> None:
+        """Pass on to the next reducer where a stage has run out; close units whose time is over."""
+        for unit, state in self.units.items():
+            if not state.open:
+                continue
+            if now >= self.started + self.stage_seconds * (state.stage + 1) and state.entry is None:
+                self._next_stage(unit)
+            self._maybe_reduce(now, unit)
+            if now >= self._end:
+                who = state.reducers[-1] if state.reducers else "nobody"
+                state.report = UnitReport(Outcome.UNCHANGED, (), f"no packet from {who} by the deadline")
+
+    # What it looks like ----------------------------------------------------------------------------------------------
+
+    @property
+    def _end(self) -> float:
+        return self.started + self.stage_seconds * MAX_STAGES
+
+    @property
+    def over(self) -> bool:
+        return not any(state.open for state in self.units.values())
+
+    def settled(self, units: Iterable[UnitId]) -> bool:
+        """Whether `units` have ended, so that this peer can join the next round."""
+        return not any(unit in self.units and self.units[unit].open for unit in units)
+
+    def deadline(self) -> float | None:
+        """When `tick` has something to do."""
+        times = [self._close_time(state) for state in self.units.values() if state.open]
+        return min(times, default=None)
+
+    def waiting_for(self, now: float) -> list[tuple[UnitId, PeerId, float]]:
+        """Open units, whom each waits for, and the seconds left before somebody else is asked."""
+        rows = []
+        for unit, state in self.units.items():
+            if state.open:
+                late = [p for p in state.weights if p not in state.received and p not in self._gone]
+                me_reducing = state.reducer == self._context.me and state.entry is None
+                whom = late[0] if me_reducing and late else state.reducer or self.roster.coordinator
+                rows.append((unit, whom, max(0.0, self._close_time(state) - now)))
+        return rows
+
+    def report(self, now: float) -> RoundEnded:
+        """What is kept for status."""
+        units = {unit: state.report for unit, state in self.units.items()}
+        return RoundEnded(self.number, self.roster.coordinator, tuple(self.roster.tokens), units, self.started, now)
+
+    def received_from_others(self) -> list[str]:
+        """Contributions that were kept for reducing."""
+        me = self._context.me
+        return [blob for state in self.units.values() for peer, blob in state.received.items() if peer != me]
+
+    # Inside ----------------------------------------------------------------------------------------------------------
+
+    def _close_time(self, state: UnitRound) -> float:
+        stage = min(state.stage, MAX_STAGES - 1)
+        if state.entry is not None or state.stage >= len(state.reducers):
+            return self._end
+        if state.reducer == self._context.me and not state.reducing:
+            return self.started + self.stage_seconds * stage + self._context.settings.contribute_seconds
+        return self.started + self.stage_seconds * (stage + 1)
+
+    def _next_stage(self, unit: UnitId) -> None:
+        state = self.units[unit]
+        state.stage = min(state.stage + 1, len(state.reducers))
+        while state.reducer in self._gone:
+            state.stage += 1
+        self._offer(unit)
+
+    def _offer(self, unit: UnitId) -> None:
+        """Give our contribution to the present reducer."""
+        state, me = self.units[unit], self._context.me
+        if state.blob is None or state.reducer is None or state.entry is not None:
+            return
+        if me in state.reducers:
+            state.received.setdefault(me, state.blob)
+        if state.reducer != me:
+            effect = SendContribution(state.reducer, self.number, self.hash, unit, state.blob)
+            self._context.emit(effect)
+
+    def _maybe_reduce(self, now: float, unit: UnitId) -> None:
+        """Reduce once all who can still contribute have, or the time for it is over."""
+        state, me = self.units[unit], self._context.me
+        if not state.open or state.reducing or state.entry is not None or me not in state.reducers:
+            return
+        asked_by_others = any(peer != me for peer in state.received)
+        if state.reducer != me and not asked_by_others:
+            return
+        waiting = set(state.weights) - set(state.received) - self._gone
+        stage = max(state.stage, state.reducers.index(me))
+        closes = self.started + self.stage_seconds * stage + self._context.settings.contribute_seconds
+        if state.received and (not waiting or now >= closes):
+            state.reducing = True
+            rows = tuple(Contributor(p, state.weights[p], state.received[p]) for p in sorted(state.received))
+            self._context.emit(Reduce(self.number, self.hash, unit, state.base, rows))

@@ -1,0 +1,401 @@
+"""A whole swarm in one process: the real protocol over a simulated network, repeatable from a seed.
+
+Time is simulated, so that minutes of a swarm pass in seconds; delays, losses, crashes and joins come from one random
+generator. Used by the tests, and by whoever wants to see what a setting does before trying it on volunteers.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from blake3 import blake3
+
+from spesd.config.manifest import SyncConfig
+from spesd.sync import effects as fx
+from spesd.sync.codec import Values
+from spesd.sync.ledger import Chain, Head, PeerId, UnitId
+from spesd.sync.ownership import Ownership
+from spesd.sync.peer import SyncPeer
+from spesd.sync.workshop import Rejected, Workshop, state_hash
+
+RUN = "0" * 64
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """The simulated world. Seconds, and shares of messages."""
+
+    delay: tuple[float, float] = (0.01, 0.2)
+    loss: float = 0.0
+    step_seconds: tuple[float, float] = (0.2, 1.0)
+    compute_seconds: float = 0.01
+    directory_seconds: float = 5.0
+    review_seconds: float = 2.0
+    grace_seconds: float = 10.0
+
+
+class MemoryBlobs:
+    """Blobs in a dictionary."""
+
+    def __init__(self) -> None:
+        self.data: dict[str, bytes] = {}
+
+    def get(self, hash: str) -> bytes:
+        return self.data[hash]
+
+    def put(self, data: bytes) -> str:
+        name = blake3(data).hexdigest()
+        self.data[name] = data
+        return name
+
+
+class ToySigner:
+    """Stands for the identity keys: a signature is a hash over the signer's name."""
+
+    def __init__(self, me: PeerId) -> None:
+        self._me = me
+
+    def sign(self, data: bytes) -> bytes:
+        return blake3(self._me.encode() + data).digest()
+
+    def verify(self, peer: PeerId, data: bytes, signature: bytes) -> bool:
+        return blake3(peer.encode() + data).digest() == signature
+
+
+@dataclass(slots=True)
+class ToyTrainer:
+    """Walks at random instead of learning. `unaccepted` keeps an independent account of the protocol's invariant."""
+
+    theta: dict[UnitId, Values] = field(default_factory=dict)
+    unaccepted: dict[UnitId, Values] = field(default_factory=dict)
+    snapshot: dict[UnitId, Values] = field(default_factory=dict)
+    commands: list[Callable[[], None]] = field(default_factory=list)
+
+    def load(self, agreed: Mapping[UnitId, Values], units: frozenset[UnitId]) -> None:
+        """Start from the agreed states, with nothing unaccepted."""
+        self.theta = {unit: agreed[unit].copy() for unit in sorted(units)}
+        self.unaccepted = {unit: np.zeros_like(agreed[unit], np.float64) for unit in sorted(units)}
+
+    def step(self, generator: np.random.Generator) -> None:
+        """One local step: obey commands, then move every trained unit."""
+        commands, self.commands = self.commands, []
+        for command in commands:
+            command()
+        for unit, values in self.theta.items():
+            move = (1e-3 * generator.standard_normal(values.size)).astype(np.float32)
+            before = values.copy()
+            values += move
+            self.unaccepted[unit] += values.astype(np.float64) - before
+
+
+class Node:
+    """One simulated volunteer: the driver that carries out effects. `disk` is what survives a crash."""
+
+    def __init__(self, world: World, name: PeerId, budget: int, chains: Mapping[UnitId, Chain], blobs: MemoryBlobs):
+        self.world, self.name, self.budget, self.blobs = world, name, budget, blobs
+        self.alive = True
+        self.peer = SyncPeer(
+            name, RUN, world.sizes, world.settings, ToySigner(name), seed=world.random.randrange(2**32)
+        )
+        self.workshop = Workshop(RUN, world.sizes, world.settings, blobs)
+        self.peer.restore(chains)
+        for unit, chain in chains.items():
+            self._rebuild(unit, chain)
+        self.ownership = Ownership(name, RUN, budget, 1, world.conditions.grace_seconds)
+        self.trainer = ToyTrainer()
+        self.generator = np.random.default_rng(world.random.randrange(2**32))
+        self.step_seconds = world.random.uniform(*world.conditions.step_seconds)
+        self.rounds: list[fx.RoundEnded] = []
+        self.strikes: list[fx.Strike] = []
+        self._wake: float | None = None
+
+    def _rebuild(self, unit: UnitId, chain: Chain) -> None:
+        """As a restarted daemon does: the oldest anchor on disk, then the packets."""
+        if not chain.anchors:
+            return
+        anchor = chain.anchors[-1]
+        self.workshop.restore(unit, anchor, np.frombuffer(self.blobs.get(anchor.hash), np.float32).copy())
+        for entry in chain.after(anchor) or []:
+            self.workshop.commit(fx.Commit(entry, (), anchor=False))
+
+    # Loops of the driver ---------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self.refresh()
+        self.review()
+
+    def refresh(self) -> None:
+        """Read the directory now and then."""
+        if self.alive:
+            self.peer.on_live(self.world.now, self.world.directory())
+            self.drain()
+            self.world.after(self.world.conditions.directory_seconds, self.refresh)
+
+    def review(self) -> None:
+        """Begin training once synced; claim experts."""
+        if not self.alive:
+            return
+        peer, world = self.peer, self.world
+        if peer.ledger.complete and not peer.catchup.behind() and peer.idle:
+            owned = self.ownership.review(world.now, peer.context.owned, world.owners(without=self.name))
+            if owned != peer.context.owned or not peer.training:
+                self._own(owned)
+        world.after(world.conditions.review_seconds * world.random.uniform(0.5, 1.5), self.review)
+
+    def _own(self, owned: frozenset[UnitId]) -> None:
+        was_training = self.peer.training
+        kept = self.peer.trained if was_training else frozenset()
+        self.peer.on_owned(owned)
+        fresh = self.peer.trained - kept
+        for unit in sorted(kept - self.peer.trained):
+            del self.trainer.theta[unit], self.trainer.unaccepted[unit]
+        for unit in sorted(fresh):
+            self.trainer.theta[unit] = self.workshop.agreed[unit].copy()
+            self.trainer.unaccepted[unit] = np.zeros(self.world.sizes[unit])
+        if not was_training:
+            self.peer.on_training(self.world.now, True)
+            self.step()
+        self.drain()
+
+    def step(self) -> None:
+        """One step of the trainer, at its own pace."""
+        if self.alive:
+            self.trainer.step(self.generator)
+            self.peer.on_progress(self.world.now, 1, 100)
+            self.drain()
+            self.world.after(self.step_seconds, self.step)
+
+    def wake(self) -> None:
+        self._wake = None
+        if self.alive:
+            self.peer.on_time(self.world.now)
+            self.drain()
+
+    # Effects ---------------------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Carry out what the protocol asks for, and sleep until its next deadline."""
+        for effect in self.peer.take_effects():
+            self.carry_out(effect)
+        due = max(self.peer.deadline(), self.world.now + 0.02)
+        if self._wake is None or due < self._wake:
+            self._wake = due
+            self.world.at(due, self.wake)
+
+    def later(self, act: Callable[[], None]) -> None:
+        """Run `act` and what it brings about after the time of a computation, if we still live then."""
+
+        def run() -> None:
+            if self.alive:
+                act()
+                self.drain()
+
+        self.world.after(self.world.conditions.compute_seconds, run)
+
+    def carry_out(self, effect: fx.Effect) -> None:
+        world, peer, shop = self.world, self.peer, self.workshop
+        match effect:
+            case fx.Send():
+                world.deliver(self, effect.to, lambda node: node.peer.on_message(world.now, self.name, effect.message))
+            case fx.SendContribution():
+                data = self.blobs.get(effect.blob)
+                world.deliver(self, effect.to, lambda node: node.receive(self.name, effect, data))
+            case fx.TakeSnapshot():
+                self.trainer.commands.append(lambda: self.snapshot(effect.round))
+            case fx.Encode():
+                values = self.trainer.snapshot.get(effect.unit)
+                self.later(
+                    lambda: peer.on_encoded(world.now, effect, None if values is None else shop.encode(effect, values))
+                )
+            case fx.Reduce():
+                self.later(lambda: self._reduce(effect))
+            case fx.Fetch():
+                world.fetch(self, effect)
+            case fx.Commit():
+                self.later(lambda: self._commit(effect))
+            case fx.Adopt():
+                self.later(lambda: self._adopt(effect))
+            case fx.Discard():
+                for blob in effect.blobs:
+                    self.blobs.data.pop(blob, None)
+            case fx.Strike():
+                self.strikes.append(effect)
+            case fx.RoundEnded():
+                self.rounds.append(effect)
+
+    def receive(self, sender: PeerId, effect: fx.SendContribution, data: bytes) -> None:
+        blob = self.blobs.put(data)
+        self.peer.on_contribution(self.world.now, sender, effect.round, effect.unit, blob)
+
+    def snapshot(self, round_: int) -> None:
+        self.trainer.snapshot = {unit: values.copy() for unit, values in self.trainer.theta.items()}
+        self.peer.on_snapshot(self.world.now, round_)
+
+    def _reduce(self, effect: fx.Reduce) -> None:
+        result = self.workshop.reduce(effect)
+        self.peer.on_reduced(self.world.now, effect, result.entry, result.refused)
+
+    def _commit(self, effect: fx.Commit) -> None:
+        try:
+            change = self.workshop.commit(effect)
+        except Rejected:
+            self.peer.on_committed(self.world.now, effect, False)
+            return
+        self._shift(effect.entry.unit, change, effect.accepted, ())
+        self.world.note(f"{self.name} commits {effect.entry.unit} {effect.entry.after}")
+        self.peer.on_committed(self.world.now, effect, True)
+
+    def _adopt(self, effect: fx.Adopt) -> None:
+        try:
+            change = self.workshop.adopt(effect)
+        except Rejected:
+            self.peer.on_adopted(self.world.now, effect, False)
+            return
+        self._shift(effect.unit, change, effect.accepted, effect.returned)
+        self.world.note(f"{self.name} adopts {effect.unit} {effect.head}")
+        self.peer.on_adopted(self.world.now, effect, True)
+
+    def _shift(self, unit: UnitId, change: Values, accepted: tuple[str, ...], returned: tuple[str, ...]) -> None:
+        if unit not in self.trainer.theta:
+            return
+        taken = [self.workshop.contribution(unit, blob) for blob in accepted]
+        given = [self.workshop.contribution(unit, blob) for blob in returned]
+
+        def apply() -> None:
+            if unit in self.trainer.theta:
+                self.trainer.theta[unit] += change
+                for values in taken:
+                    self.trainer.unaccepted[unit] -= values
+                for values in given:
+                    self.trainer.unaccepted[unit] += values
+
+        self.trainer.commands.append(apply)
+
+
+class World:
+    """Clock, network and directory of a simulated swarm. `trace` is a hash over everything that was committed."""
+
+    def __init__(self, sizes: Mapping[UnitId, int], settings: SyncConfig, conditions: Conditions, seed: int) -> None:
+        self.sizes, self.settings, self.conditions = dict(sizes), settings, conditions
+        self.random = random.Random(seed)
+        self.now = 0.0
+        self.nodes: dict[PeerId, Node] = {}
+        self.partition: dict[PeerId, int] = {}
+        self._trace = blake3()
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._sequence = 0
+
+    @property
+    def trace(self) -> str:
+        return self._trace.hexdigest()
+
+    @property
+    def alive(self) -> list[Node]:
+        return [node for node in self.nodes.values() if node.alive]
+
+    def note(self, line: str) -> None:
+        self._trace.update(f"{self.now:.9f} {line}\n".encode())
+
+    def at(self, time: float, act: Callable[[], None]) -> None:
+        self._sequence += 1
+        heapq.heappush(self._queue, (time, self._sequence, act))
+
+    def after(self, seconds: float, act: Callable[[], None]) -> None:
+        self.at(self.now + seconds, act)
+
+    def run(self, seconds: float) -> None:
+        """Let simulated time pass."""
+        end = self.now + seconds
+        while self._queue and self._queue[0][0] <= end:
+            self.now, _, act = heapq.heappop(self._queue)
+            act()
+        self.now = end
+
+    # Peers -----------------------------------------------------------------------------------------------------------
+
+    def found(self, name: PeerId, budget: int) -> Node:
+        """The first peer: it makes the genesis states."""
+        blobs, chains = MemoryBlobs(), {}
+        generator = np.random.default_rng(self.random.randrange(2**32))
+        for unit, size in self.sizes.items():
+            values = generator.standard_normal(size).astype(np.float32)
+            blobs.put(values.tobytes())
+            chains[unit] = Chain([Head(0, state_hash(values), 0)])
+        return self._add(Node(self, name, budget, chains, blobs))
+
+    def join(self, name: PeerId, budget: int) -> Node:
+        """A peer that knows nothing."""
+        return self._add(Node(self, name, budget, {}, MemoryBlobs()))
+
+    def kill(self, name: PeerId) -> None:
+        """The peer is gone at once, without a word."""
+        self.nodes[name].alive = False
+        self.note(f"{name} killed")
+
+    def restart(self, name: PeerId) -> Node:
+        """The killed peer comes back with what its disk holds: blobs and ledger."""
+        old = self.nodes[name]
+        chains = {unit: chain for unit, chain in old.peer.ledger.chains.items() if chain.head is not None}
+        return self._add(Node(self, name, old.budget, chains, old.blobs))
+
+    def _add(self, node: Node) -> Node:
+        self.nodes[node.name] = node
+        self.after(0.0, node.start)
+        return node
+
+    def directory(self) -> list[PeerId]:
+        return [node.name for node in self.alive]
+
+    def owners(self, without: PeerId) -> dict[UnitId, set[PeerId]]:
+        rows: dict[UnitId, set[PeerId]] = {unit: set() for unit in self.sizes if unit.startswith("expert")}
+        for node in self.alive:
+            if node.name != without and node.peer.training:
+                for unit in node.peer.context.owned:
+                    rows[unit].add(node.name)
+        return rows
+
+    # Network ---------------------------------------------------------------------------------------------------------
+
+    def _delay(self) -> float:
+        return self.random.uniform(*self.conditions.delay)
+
+    def connected(self, a: PeerId, b: PeerId) -> bool:
+        return self.partition.get(a, 0) == self.partition.get(b, 0)
+
+    def deliver(self, sender: Node, to: PeerId, act: Callable[[Node], None]) -> None:
+        """Run `act` at the receiver after a delay; a lost message is silent, a dead receiver is noticed."""
+
+        def arrive() -> None:
+            node = self.nodes.get(to)
+            if node is not None and node.alive and self.connected(sender.name, to):
+                act(node)
+                node.drain()
+            elif sender.alive:
+                sender.peer.on_unreachable(self.now, to)
+                sender.drain()
+
+        if self.random.random() >= self.conditions.loss:
+            self.after(self._delay(), arrive)
+
+    def fetch(self, node: Node, effect: fx.Fetch) -> None:
+        """Copy a blob from the first source that has it."""
+
+        def arrive() -> None:
+            if not node.alive:
+                return
+            found = effect.blob in node.blobs.data
+            for name in effect.sources:
+                source = self.nodes.get(name)
+                if source is not None and source.alive and self.connected(node.name, name) and not found:
+                    data = source.blobs.data.get(effect.blob)
+                    if data is not None and len(data) <= effect.size:
+                        node.blobs.put(data)
+                        found = True
+            node.peer.on_fetched(self.now, effect.unit, found)
+            node.drain()
+
+        self.after(self._delay(), arrive)

@@ -1,0 +1,80 @@
+"""Own work: which of this peer's contributions the swarm may still accept, and which it has accepted.
+
+This is the book-keeping behind the invariant of `rebase`: whatever path a unit's agreed state takes, from one chain to
+another if need be, it tells which contributions became accepted on the way and which ceased to be.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from spesd.sync.ledger import Entry, Head, PeerId, UnitId
+
+MAX_OFFERED = 8
+"""Contributions of one unit that may still be accepted; a new one normally replaces all before it."""
+
+
+class OwnWork:
+    """Contributions of `me`, by the hash of their bytes. Forgets accepted ones after `keep_rounds` rounds."""
+
+    def __init__(self, me: PeerId, keep_rounds: int) -> None:
+        self._me = me
+        self._keep = keep_rounds
+        self._offered: defaultdict[UnitId, list[str]] = defaultdict(list)
+        self._accepted: defaultdict[UnitId, list[tuple[int, str]]] = defaultdict(list)
+
+    def offered(self, unit: UnitId, blob: str) -> list[str]:
+        """A contribution was encoded; it is part of `theta - agreed`. Returns blobs that are no longer needed."""
+        row = self._offered[unit]
+        if blob not in row:
+            row.append(blob)
+        dropped, self._offered[unit] = row[:-MAX_OFFERED], row[-MAX_OFFERED:]
+        return dropped
+
+    def accepted_by(self, entry: Entry) -> tuple[str, ...]:
+        """Our contributions that `entry` takes up."""
+        return tuple(c.blob for c in entry.contributors if c.peer == self._me and c.blob in self._offered[entry.unit])
+
+    def committed(self, entry: Entry, accepted: Iterable[str]) -> list[str]:
+        """The entry is part of our chain. Returns blobs that are no longer needed."""
+        unit, version = entry.unit, entry.after.version
+        for blob in accepted:
+            self._offered[unit].remove(blob)
+            self._accepted[unit].append((version, blob))
+        return self._forget(unit, version - self._keep)
+
+    def moved(self, unit: UnitId, common: Head | None, entries: Iterable[Entry]) -> tuple[tuple[str, ...], ...]:
+        """The unit goes from our chain to another that parts from it at `common` and then has `entries`.
+
+        Returns (accepted, returned). Without a common state nothing is known, and nothing is claimed.
+        """
+        if common is None:
+            return (), ()
+        ours = [blob for version, blob in self._accepted[unit] if version > common.version]
+        known = set(ours) | set(self._offered[unit])
+        theirs = [c.blob for entry in entries for c in entry.contributors if c.peer == self._me and c.blob in known]
+        return tuple(b for b in theirs if b not in ours), tuple(b for b in ours if b not in theirs)
+
+    def adopted(self, unit: UnitId, version: int, accepted: Iterable[str], returned: Iterable[str]) -> list[str]:
+        """The move is done. Returned work may be accepted again by what follows. Returns blobs no longer needed."""
+        gone = set(returned)
+        for blob in accepted:
+            self._offered[unit].remove(blob)
+            self._accepted[unit].append((version, blob))
+        self._accepted[unit] = [row for row in self._accepted[unit] if row[1] not in gone]
+        dropped = [old for blob in returned for old in self.offered(unit, blob)]
+        return dropped + self._forget(unit, version - self._keep)
+
+    def clear(self) -> list[str]:
+        """The trainer lost its parameters: nothing of ours is in them any more. Returns blobs no longer needed."""
+        blobs = [blob for row in self._offered.values() for blob in row]
+        blobs += [blob for rows in self._accepted.values() for _, blob in rows]
+        self._offered.clear()
+        self._accepted.clear()
+        return blobs
+
+    def _forget(self, unit: UnitId, before: int) -> list[str]:
+        rows = self._accepted[unit]
+        self._accepted[unit] = [row for row in rows if row[0] >= before]
+        return [blob for version, blob in rows if version < before]

@@ -1,0 +1,209 @@
+"""The workshop: the arithmetic behind the effects, on a peer's agreed states.
+
+Pure computation over numpy arrays and a mapping of blobs. The daemon calls it in a thread pool, the simulation
+directly. Every change of an agreed state is verified by hash before it becomes visible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from blake3 import blake3
+
+from spesd.config.manifest import SyncConfig
+from spesd.sync import aggregate, packet
+from spesd.sync.codec import Values
+from spesd.sync.effects import Adopt, Commit, Encode, Reduce
+from spesd.sync.ledger import Contributor, Entry, Head, PeerId, UnitId
+from spesd.sync.rebase import shift
+
+
+class Blobs(Protocol):
+    """Bytes by their blake3 hash (hex)."""
+
+    def get(self, hash: str) -> bytes:
+        """Raises KeyError if they are not here."""
+        ...
+
+    def put(self, data: bytes) -> str: ...
+
+
+class Rejected(ValueError):
+    """A packet or state that does not verify; nothing was changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """A packet and its entry (None if nothing passed the checks), and why contributions were refused."""
+
+    entry: Entry | None
+    refused: Mapping[PeerId, str]
+
+
+def state_hash(values: Values) -> str:
+    """Hex blake3 hash of the little-endian fp32 bytes of a unit: what ledgers compare, and the name of its blob."""
+    return blake3(np.ascontiguousarray(values, "<f4").view(np.uint8).data).hexdigest()
+
+
+class Workshop:
+    """Agreed states of all units of one peer, float32 [size] each, and what is done with them.
+
+    `sizes` in layout order. Methods for different units may run in parallel, for one unit one at a time.
+    """
+
+    def __init__(self, run: str, sizes: Mapping[UnitId, int], settings: SyncConfig, blobs: Blobs) -> None:
+        self._run = run
+        self._sizes = sizes
+        self._index = {unit: index for index, unit in enumerate(sizes)}
+        self._settings = settings
+        self._codec = packet.codec_of(settings.codec)
+        self._blobs = blobs
+        self.agreed: dict[UnitId, Values] = {}
+        self._heads: dict[UnitId, Head] = {}
+
+    def head(self, unit: UnitId) -> Head | None:
+        """The state that `agreed[unit]` holds."""
+        return self._heads.get(unit)
+
+    def encode(self, effect: Encode, snapshot: Values) -> str | None:
+        """Store `snapshot - agreed` as a contribution; None if the agreed state is not the effect's base any more."""
+        if self._heads.get(effect.unit) != effect.base:
+            return None
+        # a trainer whose parameters are not finite has nothing to contribute
+        try:
+            delta = aggregate.clip(snapshot - self.agreed[effect.unit], self._settings.max_delta_rms)
+        except aggregate.Refused:
+            return None
+        header = self._header(packet.Kind.CONTRIBUTION, effect, effect.base)
+        return self._blobs.put(packet.write(header, self._codec, self._codec.encode(delta)))
+
+    def reduce(self, effect: Reduce) -> Reduced:
+        """Check contributions, take their weighted mean, write the canonical packet."""
+        accepted: list[tuple[Values, int]] = []
+        names: list[Contributor] = []
+        refused: dict[PeerId, str] = {}
+        if self._heads.get(effect.unit) != effect.base:
+            return Reduced(None, refused)
+        for contributor in effect.contributions:
+            try:
+                accepted.append((self._read_contribution(effect, contributor), contributor.weight))
+                names.append(contributor)
+            except (KeyError, ValueError) as error:
+                refused[contributor.peer] = str(error)
+        if not accepted:
+            return Reduced(None, refused)
+        payload = self._codec.encode(aggregate.weighted_mean(accepted))
+        after = self.agreed[effect.unit] + self._codec.decode(payload, self._sizes[effect.unit])
+        header = self._header(packet.Kind.PACKET, effect, effect.base, state_hash(after), tuple(names))
+        data = packet.write(header, self._codec, payload)
+        weight = effect.base.weight + sum(name.weight for name in names)
+        head = Head(effect.round, header.after, weight)
+        entry = Entry(effect.unit, effect.base, head, self._blobs.put(data), len(data), tuple(names))
+        return Reduced(entry, refused)
+
+    def commit(self, effect: Commit) -> Values:
+        """Apply the packet of an entry to the agreed state. Returns the trainer's shift, float32 [size].
+
+        Raises Rejected, with the agreed state unchanged, unless header, entry and resulting hash all agree.
+        """
+        entry = effect.entry
+        unit = entry.unit
+        if self._heads.get(unit) != entry.before:
+            raise Rejected(f"{unit} is not at version {entry.before.version}")
+        header, update = self._read(entry.packet, packet.Kind.PACKET, unit)
+        told = (header.from_version, header.round, header.before, header.after, header.contributors)
+        if told != (entry.before.version, entry.after.version, entry.before.hash, entry.after.hash, entry.contributors):
+            raise Rejected(f"packet {entry.packet[:12]} of {unit} says something else than its entry")
+        old = self.agreed[unit]
+        new = old + update
+        return self._replace(unit, entry.after, new, effect.accepted, (), keep=effect.anchor)
+
+    def adopt(self, effect: Adopt) -> Values:
+        """Replace the agreed state by a full one. Returns the trainer's shift, float32 [size]. Raises Rejected."""
+        size = self._sizes[effect.unit]
+        data = self._get(effect.head.hash)
+        if len(data) != 4 * size:
+            raise Rejected(f"state of {effect.unit} has {len(data)} bytes, not {4 * size}")
+        new = np.frombuffer(data, "<f4").astype(np.float32)
+        return self._replace(effect.unit, effect.head, new, effect.accepted, effect.returned, keep=False)
+
+    def restore(self, unit: UnitId, head: Head, values: Values) -> None:
+        """Set a state that comes from this peer's own disk. Raises Rejected if it does not have the head's hash."""
+        if values.shape != (self._sizes[unit],) or state_hash(values) != head.hash:
+            raise Rejected(f"{unit}: the values are not version {head.version}")
+        self.agreed[unit], self._heads[unit] = values, head
+
+    def contribution(self, unit: UnitId, blob: str) -> Values:
+        """The decoded values of a contribution, float32 [size]. Raises Rejected."""
+        return self._read(blob, packet.Kind.CONTRIBUTION, unit)[1]
+
+    # Inside ----------------------------------------------------------------------------------------------------------
+
+    def _replace(
+        self,
+        unit: UnitId,
+        head: Head,
+        new: Values,
+        accepted: Iterable[str],
+        returned: Iterable[str],
+        keep: bool,
+    ) -> Values:
+        if state_hash(new) != head.hash:
+            raise Rejected(f"{unit} would not have the hash of version {head.version}")
+        old = self.agreed.get(unit)
+        change = shift(
+            old if old is not None else np.zeros_like(new), new, self._own(unit, accepted), self._own(unit, returned)
+        )
+        if keep:
+            self._blobs.put(np.ascontiguousarray(new, "<f4").tobytes())
+        self.agreed[unit], self._heads[unit] = new, head
+        return change
+
+    def _own(self, unit: UnitId, blobs: Iterable[str]) -> list[Values]:
+        return [self.contribution(unit, blob) for blob in blobs]
+
+    def _read_contribution(self, effect: Reduce, contributor: Contributor) -> Values:
+        header, values = self._read(contributor.blob, packet.Kind.CONTRIBUTION, effect.unit)
+        if (header.round, header.roster, header.before) != (effect.round, effect.roster, effect.base.hash):
+            raise aggregate.Refused("made for another round, roster or base")
+        aggregate.check(values, self._sizes[effect.unit], self._settings.max_delta_rms)
+        return values
+
+    def _read(self, blob: str, kind: packet.Kind, unit: UnitId) -> tuple[packet.Header, Values]:
+        data = self._get(blob)
+        try:
+            return packet.read(
+                data, kind=kind, run=self._run, unit=self._index[unit], count=self._sizes[unit], codec=self._codec
+            )
+        except packet.Malformed as error:
+            raise Rejected(f"blob {blob[:12]}: {error}") from None
+
+    def _get(self, blob: str) -> bytes:
+        try:
+            return self._blobs.get(blob)
+        except KeyError:
+            raise Rejected(f"blob {blob[:12]} is not here") from None
+
+    def _header(
+        self,
+        kind: packet.Kind,
+        effect: Encode | Reduce,
+        base: Head,
+        after: str = packet.NO_HASH,
+        contributors: tuple[Contributor, ...] = (),
+    ) -> packet.Header:
+        return packet.Header(
+            kind=kind,
+            run=self._run,
+            unit=self._index[effect.unit],
+            from_version=base.version,
+            round=effect.round,
+            count=self._sizes[effect.unit],
+            roster=effect.roster,
+            before=base.hash,
+            after=after,
+            contributors=contributors,
+        )

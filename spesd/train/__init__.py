@@ -1,0 +1,1 @@
+"""The trainer process: model, optimizer and device, and nothing of the network."""
