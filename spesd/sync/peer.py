@@ -67,6 +67,7 @@ class SyncPeer:
         self.member = Member(self.context)
         self.rounds: dict[int, Round] = {}
         self.training = False
+        self.leaving = False
         self._shared = frozenset(unit for unit in sizes if unit.startswith("shared"))
         self._heard: dict[PeerId, float] = {}
         self._made: set[str] = set()
@@ -152,6 +153,10 @@ class SyncPeer:
         times = [round_.deadline() for round_ in self.rounds.values()]
         times += [self.coordinator.deadline() if self.settled else None, self.member.deadline()]
         return min([time for time in times if time is not None] + [self.catchup.deadline()])
+
+    def leave(self) -> None:
+        """Join no further round; those that are open are finished."""
+        self.leaving = True
 
     # The trainer -----------------------------------------------------------------------------------------------------
 
@@ -273,7 +278,7 @@ class SyncPeer:
         newest = self.context.newest_round
         if call.round <= newest and sender != self.context.me:
             self.context.send(sender, self.catchup.my_heads(reply=True))
-        able = self.training and self.ledger.complete and newest < call.round <= newest + MAX_ROUND_JUMP
+        able = self._can_join and newest < call.round <= newest + MAX_ROUND_JUMP
         if not able or not self.member.can_answer(sender):
             self._answer(now, sender, Join(round=call.round, attempt=call.attempt, tokens=0, units={}))
         elif not self.settled:
@@ -337,10 +342,13 @@ class SyncPeer:
 
     # Inside ----------------------------------------------------------------------------------------------------------
 
+    @property
+    def _can_join(self) -> bool:
+        return self.training and self.ledger.complete and not self.leaving
+
     def _coordinate(self, now: float) -> None:
         """Ask for a round if we are ready for one; call and freeze one if that falls to us."""
-        ready = self.training and self.ledger.complete
-        if ready and self.member.ask(now) == self.context.me:
+        if self._can_join and self.member.ask(now) == self.context.me:
             self.coordinator.wanted(now, self.context.newest_round + 1)
         call, signed = self.coordinator.tick(now)
         if call is not None:

@@ -86,9 +86,8 @@ class ToyTrainer:
         for command in commands:
             command()
         for unit, values in self.theta.items():
-            move = (1e-3 * generator.standard_normal(values.size)).astype(np.float32)
             before = values.copy()
-            values += move
+            np.add(values, 1e-3 * generator.standard_normal(values.size), out=values, casting="same_kind")
             self.unaccepted[unit] += values.astype(np.float64) - before
 
 

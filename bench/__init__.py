@@ -1,0 +1,1 @@
+"""Measurements. Each prints a table for people and, as its last line, one JSON object; see `README.md`."""

@@ -1,0 +1,239 @@
+"""What the local API answers. Stable: fields are added, never renamed or removed; see `docs/api.md`.
+
+`SCHEMA_VERSION` grows when a field changes its meaning. Times are seconds, sizes bytes, losses nats per token.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from pydantic import BaseModel, ConfigDict, Field
+
+SCHEMA_VERSION = 1
+
+
+class State(StrEnum):
+    """What the daemon is doing as a whole."""
+
+    STARTING = "starting"
+    JOINING = "joining"
+    SYNCING = "syncing"
+    TRAINING = "training"
+    PAUSED = "paused"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+class Reason(StrEnum):
+    """Why the daemon is in its state, where that needs a word. `detail` beside it has the particulars."""
+
+    NONE = "none"
+    PREPARING_DATA = "preparing-data"
+    WAITING_FOR_BOOTSTRAP = "waiting-for-bootstrap"
+    FETCHING_MANIFEST = "fetching-manifest"
+    FETCHING_DATA = "fetching-data"
+    FETCHING_STATES = "fetching-states"
+    STARTING_TRAINER = "starting-trainer"
+    WAITING_FOR_ROUND = "waiting-for-round"
+    CATCHING_UP = "catching-up"
+    ALONE = "alone"
+    TRAINER_RESTARTING = "trainer-restarting"
+    NETWORK_RESTARTING = "network-restarting"
+    DISK_FULL = "disk-full"
+    NO_MEMORY = "no-memory"
+    OTHER_RUN = "other-run"
+    OTHER_VERSION = "other-version"
+    CLOCK_WRONG = "clock-wrong"
+    BANNED = "banned"
+    ASKED_TO_STOP = "asked-to-stop"
+    INTERNAL = "internal"
+
+
+class Phase(StrEnum):
+    """Where the current round stands (`spesd.sync.round`)."""
+
+    IDLE = "idle"
+    GATHERING = "gathering"
+    CONTRIBUTING = "contributing"
+    REDUCING = "reducing"
+    COMMITTING = "committing"
+
+
+class UnitResult(StrEnum):
+    """What a round brought for one unit."""
+
+    COMMITTED = "committed"
+    PARTIAL = "partial"
+    UNCHANGED = "unchanged"
+    PENDING = "pending"
+
+
+class Answer(BaseModel):
+    """Base of all answers. Unknown fields are ignored, so that an older client reads a newer daemon."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+
+class UnitOutcome(Answer):
+    """Result of one unit in one round: `missing` are the owners left out of a partial one."""
+
+    result: UnitResult
+    detail: str = Field(default="", description="why the unit is unchanged, for people")
+    missing: tuple[str, ...] = Field(default=(), description="peer ids")
+
+
+class Waiting(Answer):
+    """Something the current round waits for."""
+
+    unit: str = Field(default="", description="unit id such as expert-5; empty: the whole round")
+    peer: str = Field(default="", description="peer id; empty: any peer")
+    seconds_left: float = Field(description="until the deadline")
+
+
+class RoundStatus(Answer):
+    """The newest round that this peer takes part in or knows of."""
+
+    number: int = Field(default=0, ge=0, description="0: no round yet")
+    phase: Phase = Phase.IDLE
+    committed: int = Field(default=0, ge=0, description="units that got a new version, partial ones included")
+    total: int = Field(default=0, ge=0, description="units of the model")
+    waiting_for: tuple[Waiting, ...] = ()
+    results: dict[str, UnitOutcome] = Field(default_factory=dict, description="by unit id")
+
+
+class HeldOut(Answer):
+    """Mean loss over the held-out sequences, the same ones on every peer."""
+
+    round: int
+    loss: float
+
+
+class TrainerStatus(Answer):
+    """The trainer process."""
+
+    state: str = Field(default="absent", description="absent, starting, training, paused or restarting")
+    pid: int | None = None
+    device: str | None = None
+    step: int = 0
+    tokens: int = Field(default=0, description="trained on by this peer in this run")
+    tokens_per_second: float = 0.0
+    loss: float | None = Field(default=None, description="training loss, mean of the last second or so")
+    held_out: HeldOut | None = Field(default=None, description="the newest evaluation")
+    first_held_out: HeldOut | None = Field(default=None, description="the first evaluation of this daemon")
+    snapshot_share: float = Field(default=0.0, description="share of training time spent on snapshots")
+    load_share: float = Field(default=0.0, description="share of training time spent on shifts")
+    restarts: int = Field(default=0, description="since the daemon started")
+
+
+class UnitVersion(Answer):
+    """One link of a unit's ledger."""
+
+    version: int
+    hash: str = Field(description="blake3 of the agreed state, hex")
+
+
+class UnitStatus(Answer):
+    """A unit's agreed state on this peer. `history` holds the last 32 versions, oldest first, the newest included."""
+
+    unit: str
+    version: int
+    hash: str
+    owners: tuple[str, ...] = Field(default=(), description="peer ids of live owners")
+    mine: bool = False
+    history: tuple[UnitVersion, ...] = ()
+
+
+class Traffic(Answer):
+    """Bytes through our own streams since the daemon started."""
+
+    up_bytes: int = 0
+    down_bytes: int = 0
+
+
+class Status(Answer):
+    """`GET /v1/status`."""
+
+    schema_version: int = SCHEMA_VERSION
+    state: State
+    reason: Reason = Reason.NONE
+    detail: str = Field(default="", description="particulars of the reason, for people")
+    peer: str = Field(default="", description="own peer id; empty until the network is up")
+    run: str = Field(default="", description="run id; empty until it is known")
+    run_name: str = ""
+    version: str = Field(description="version of spesd")
+    pid: int
+    uptime_s: float
+    addresses: tuple[str, ...] = Field(default=(), description="multiaddrs that others can dial")
+    join: str = Field(default="", description="the line that others paste")
+    round: RoundStatus = RoundStatus()
+    trainer: TrainerStatus = TrainerStatus()
+    owned: tuple[str, ...] = Field(default=(), description="ids of the experts trained here")
+    units: tuple[UnitStatus, ...] = ()
+    traffic: Traffic = Traffic()
+    peers_live: int = Field(default=0, description="this one included")
+    warnings: tuple[str, ...] = ()
+
+
+class Peer(Answer):
+    """A peer as its signed record tells."""
+
+    peer: str
+    me: bool = False
+    state: State
+    round: int = 0
+    owned: tuple[str, ...] = ()
+    addresses: tuple[str, ...] = ()
+    version: str = ""
+    age_s: float = Field(default=0.0, description="since the record was issued")
+
+
+class Peers(Answer):
+    """`GET /v1/peers`."""
+
+    peers: tuple[Peer, ...] = ()
+
+
+class Expert(Answer):
+    """One expert, its owners and its agreed state on this peer."""
+
+    expert: int
+    owners: tuple[str, ...] = ()
+    version: int
+    hash: str
+    mine: bool = False
+
+
+class Experts(Answer):
+    """`GET /v1/experts`."""
+
+    experts: tuple[Expert, ...] = ()
+
+
+class RoundRecord(Answer):
+    """A round that is over."""
+
+    number: int
+    coordinator: str = ""
+    members: tuple[str, ...] = ()
+    results: dict[str, UnitOutcome] = Field(default_factory=dict)
+    seconds: float = 0.0
+
+
+class Rounds(Answer):
+    """`GET /v1/rounds`: the last rounds, oldest first."""
+
+    rounds: tuple[RoundRecord, ...] = ()
+
+
+class Stop(Answer):
+    """`POST /v1/stop`: the daemon has begun to drain."""
+
+    pid: int
+
+
+class Error(Answer):
+    """Body of every answer that is not 200."""
+
+    error: str = Field(description="not-found, method-not-allowed, forbidden, not-ready or internal")
+    detail: str = ""

@@ -1,0 +1,324 @@
+"""The conductor: runs one `SyncPeer` on the real world.
+
+It hands events to the protocol and carries out its effects: messages over the transport, blobs through the exchange,
+arithmetic in threads, snapshots and shifts at the trainer. All state is touched on the event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
+
+import structlog
+from blake3 import blake3
+
+from spesd.daemon.store import ChainFile, Store
+from spesd.swarm.blobs import BlobExchange
+from spesd.swarm.errors import BlobUnavailable, PeerRefused, Refused, TransportError
+from spesd.swarm.transport import Transport, protocol_name
+from spesd.sync import effects as fx
+from spesd.sync.codec import Values
+from spesd.sync.ledger import PeerId, UnitId
+from spesd.sync.messages import parse
+from spesd.sync.packet import codec_of, max_size
+from spesd.sync.peer import SyncPeer
+from spesd.sync.workshop import Rejected, Workshop
+
+log = structlog.get_logger(__name__)
+
+_T = TypeVar("_T")
+
+FETCHERS = 8
+"""Blobs that are fetched at once."""
+
+SLOWEST_LINK = 50_000
+"""Bytes a second that a fetch must at least bring, beside `packet_seconds` to begin with."""
+
+TICK_SECONDS = 0.02
+"""Least time between two looks at the protocol's deadlines."""
+
+STRIKES, BAN_SECONDS = 3, 600.0
+KEPT_ROUNDS = 64
+
+
+class TrainerPort(Protocol):
+    """What the protocol needs of the trainer."""
+
+    def take_snapshot(self, round_: int) -> None: ...
+
+    def snapshot(self, round_: int, unit: UnitId) -> Values | None:
+        """Values of the snapshot for `round_`, None if there is none (any more)."""
+        ...
+
+    def moved(self, unit: UnitId, shift: Values, agreed: Values, round_: int) -> None:
+        """The agreed state of a unit has changed."""
+        ...
+
+    def round_ended(self, report: fx.RoundEnded) -> None: ...
+
+
+class Conductor:
+    """Drives `peer`. Call `serve` once the ledger is restored."""
+
+    def __init__(
+        self,
+        peer: SyncPeer,
+        workshop: Workshop,
+        store: Store,
+        transport: Transport,
+        blobs: BlobExchange,
+        trainer: TrainerPort,
+    ) -> None:
+        self.peer, self.workshop, self.store = peer, workshop, store
+        self.rounds: deque[fx.RoundEnded] = deque(maxlen=KEPT_ROUNDS)
+        self.strikes: Counter[PeerId] = Counter()
+        self._transport, self._blobs, self._trainer = transport, blobs, trainer
+        self._codec = codec_of(peer.context.settings.codec)
+        self._banned_until: dict[PeerId, float] = {}
+        self._loop = asyncio.get_running_loop()
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="workshop")
+        self._locks: defaultdict[UnitId, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._fetches: asyncio.PriorityQueue[tuple[bool, int, fx.Fetch]] = asyncio.PriorityQueue()
+        self._order = itertools.count()
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    @property
+    def now(self) -> float:
+        """The protocol's clock: monotonic seconds."""
+        return self._loop.time()
+
+    async def serve(self) -> None:
+        """Answer other peers, and start the protocol's clock."""
+        run = self.peer.context.run
+        await self._transport.serve(protocol_name(run, "message"), self._on_message)
+        largest = max(max_size(self._codec, size) for size in self.peer.context.sizes.values())
+        await self._transport.serve(protocol_name(run, "contribution"), self._on_contribution, max_payload=largest)
+        for _ in range(FETCHERS):
+            self._spawn(self._fetch_forever())
+        self.drain()
+
+    async def close(self) -> None:
+        """Stop the clock and everything under way."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.to_thread(self._threads.shutdown)
+
+    def tell(self, event: Callable[[float], None]) -> None:
+        """Hand the protocol an event, a call that takes the time, and carry out what follows from it."""
+        event(self.now)
+        self.drain()
+
+    def drain(self) -> None:
+        """Carry out pending effects, and set the clock to the next deadline."""
+        if self._closed:
+            return
+        while effects := self.peer.take_effects():
+            for effect in effects:
+                self._carry_out(effect)
+        if self._timer is not None:
+            self._timer.cancel()
+        due = max(self.peer.deadline(), self.now + TICK_SECONDS)
+        self._timer = self._loop.call_at(due, self.tell, self.peer.on_time)
+
+    # Effects ---------------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, effect: fx.Effect) -> None:
+        match effect:
+            case fx.Send():
+                self._spawn(self._send(effect))
+            case fx.SendContribution():
+                self._spawn(self._send_contribution(effect))
+            case fx.TakeSnapshot():
+                self._trainer.take_snapshot(effect.round)
+            case fx.Encode():
+                self._spawn(self._encode(effect))
+            case fx.Reduce():
+                self._spawn(self._reduce(effect))
+            case fx.Fetch():
+                self._fetches.put_nowait((not effect.urgent, next(self._order), effect))
+            case fx.Commit():
+                self._spawn(self._commit(effect))
+            case fx.Adopt():
+                self._spawn(self._adopt(effect))
+            case fx.Discard():
+                self._spawn(self._discard(effect))
+            case fx.Strike():
+                self._strike(effect.peer, effect.reason)
+            case fx.RoundEnded():
+                self.rounds.append(effect)
+                self._trainer.round_ended(effect)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a task of the protocol failed", exc_info=task.exception())
+
+    async def _in_thread(self, unit: UnitId, work: Callable[..., _T], *args: Any) -> _T:
+        """Arithmetic of one unit: never on the loop, never two at a time."""
+        async with self._locks[unit]:
+            return await self._loop.run_in_executor(self._threads, work, *args)
+
+    async def _send(self, effect: fx.Send) -> None:
+        body = {"kind": type(effect.message).__name__, "message": effect.message.model_dump()}
+        seconds = self.peer.context.settings.coordinator_seconds
+        try:
+            await self._transport.request(
+                effect.to, protocol_name(self.peer.context.run, "message"), body, timeout=seconds, max_reply=0
+            )
+        except (TransportError, ValueError) as error:
+            log.info("message not delivered", to=effect.to, kind=body["kind"], reason=str(error))
+            self.tell(lambda now: self.peer.on_unreachable(now, effect.to))
+
+    async def _send_contribution(self, effect: fx.SendContribution) -> None:
+        body = {"round": effect.round, "roster": effect.roster, "unit": effect.unit}
+        try:
+            payload = await asyncio.to_thread(self.store.blobs.get, effect.blob)
+            await self._transport.request(
+                effect.to,
+                protocol_name(self.peer.context.run, "contribution"),
+                body,
+                payload,
+                timeout=self.peer.context.settings.contribute_seconds,
+                max_reply=0,
+            )
+        except PeerRefused as error:
+            log.info("contribution refused", to=effect.to, unit=effect.unit, round=effect.round, reason=str(error))
+        except TransportError as error:
+            log.info("contribution not delivered", to=effect.to, unit=effect.unit, reason=str(error))
+            self.tell(lambda now: self.peer.on_unreachable(now, effect.to))
+
+    async def _encode(self, effect: fx.Encode) -> None:
+        snapshot = self._trainer.snapshot(effect.round, effect.unit)
+        blob = None
+        if snapshot is not None:
+            blob = await self._in_thread(effect.unit, self.workshop.encode, effect, snapshot)
+        self.tell(lambda now: self.peer.on_encoded(now, effect, blob))
+
+    async def _reduce(self, effect: fx.Reduce) -> None:
+        result = await self._in_thread(effect.unit, self.workshop.reduce, effect)
+        self.tell(lambda now: self.peer.on_reduced(now, effect, result.entry, result.refused))
+
+    async def _commit(self, effect: fx.Commit) -> None:
+        unit = effect.entry.unit
+        try:
+            shift = await self._in_thread(unit, self.workshop.commit, effect)
+        except (Rejected, OSError) as error:
+            log.warning("packet not committed", unit=unit, round=effect.entry.after.version, reason=str(error))
+            self.tell(lambda now: self.peer.on_committed(now, effect, False))
+            return
+        # the shift enters the trainer's queue before any snapshot that the protocol may ask for next
+        self._trainer.moved(unit, shift, self.workshop.agreed[unit], effect.entry.after.version)
+        self.tell(lambda now: self.peer.on_committed(now, effect, True))
+        await self._persist(unit)
+
+    async def _adopt(self, effect: fx.Adopt) -> None:
+        try:
+            shift = await self._in_thread(effect.unit, self.workshop.adopt, effect)
+        except (Rejected, OSError) as error:
+            log.warning("state not adopted", unit=effect.unit, version=effect.head.version, reason=str(error))
+            self.tell(lambda now: self.peer.on_adopted(now, effect, False))
+            return
+        self._trainer.moved(effect.unit, shift, self.workshop.agreed[effect.unit], effect.head.version)
+        self.tell(lambda now: self.peer.on_adopted(now, effect, True))
+        await self._persist(effect.unit)
+
+    async def _persist(self, unit: UnitId) -> None:
+        """Write the unit's chain. A full disk is said, and survived: training goes on."""
+        chain = ChainFile.of(self.peer.ledger[unit])
+        try:
+            await self._in_thread(unit, self.store.save_chain, unit, chain)
+        except OSError as error:
+            log.error("ledger cannot be written", unit=unit, reason=str(error))
+
+    async def _discard(self, effect: fx.Discard) -> None:
+        def remove() -> None:
+            for blob in effect.blobs:
+                self.store.blobs.remove(blob)
+
+        await self._loop.run_in_executor(self._threads, remove)
+
+    async def _fetch_forever(self) -> None:
+        """Fetch one blob after the other: first those that this peer's own units wait for."""
+        while True:
+            _, _, effect = await self._fetches.get()
+            seconds = self.peer.context.settings.packet_seconds + effect.size / SLOWEST_LINK
+            ok = True
+            try:
+                await self._blobs.fetch(effect.blob, effect.sources, timeout=seconds, max_size=effect.size)
+            except (BlobUnavailable, OSError) as error:
+                log.info("blob not fetched", unit=effect.unit, reason=str(error))
+                ok = False
+            self.tell(lambda now, effect=effect, ok=ok: self.peer.on_fetched(now, effect.unit, ok))  # type: ignore[misc]
+
+    # What others send ------------------------------------------------------------------------------------------------
+
+    async def _on_message(self, sender: PeerId, body: Mapping[str, Any], payload: bytes) -> dict[str, Any]:
+        self._refuse_banned(sender)
+        match body:
+            case {"kind": str() as kind, "message": dict() as fields}:
+                pass
+            case _:
+                raise Refused("bad-request", "kind and message are needed")
+        try:
+            message = parse(kind, fields)
+        except ValueError as error:
+            reason = f"message {kind!r}: {' '.join(str(error).split())[:200]}"
+            self._strike(sender, reason)
+            raise Refused("bad-request", reason) from None
+        self._loop.call_soon(self.tell, lambda now: self.peer.on_message(now, sender, message))
+        return {}
+
+    async def _on_contribution(self, sender: PeerId, body: Mapping[str, Any], payload: bytes) -> dict[str, Any]:
+        self._refuse_banned(sender)
+        match body:
+            case {"round": int() as round_, "roster": str(), "unit": str() as unit} if unit in self.peer.context.sizes:
+                pass
+            case _:
+                raise Refused("bad-request", "round, roster and a unit of this run are needed")
+        blob, was_here = await self._loop.run_in_executor(self._threads, self._keep, payload)
+        refusal = self.peer.on_contribution(self.now, sender, round_, unit, blob)
+        self.drain()
+        if refusal is not None:
+            if not was_here:
+                self.store.blobs.remove(blob)
+            raise Refused("not-wanted", refusal)
+        return {}
+
+    def _keep(self, payload: bytes) -> tuple[str, bool]:
+        """Store a payload; tells its hash, and whether it was here before."""
+        before = blake3(payload).hexdigest()
+        was_here = self.store.blobs.has(before)
+        return self.store.blobs.put(payload), was_here
+
+    def _strike(self, peer: PeerId, reason: str) -> None:
+        self.strikes[peer] += 1
+        log.warning("peer broke the protocol", peer=peer, reason=reason, strikes=self.strikes[peer])
+        if self.strikes[peer] % STRIKES == 0:
+            self._banned_until[peer] = self.now + BAN_SECONDS
+            log.warning("peer banned", peer=peer, seconds=BAN_SECONDS)
+
+    def _refuse_banned(self, peer: PeerId) -> None:
+        left = self._banned_until.get(peer, 0.0) - self.now
+        if left > 0:
+            raise Refused("banned", f"banned for another {left:.0f} s after {self.strikes[peer]} strikes")
+
+
+def fresh_seed() -> int:
+    """Seed of the protocol's own randomness: whom to gossip with."""
+    return random.SystemRandom().randrange(1 << 63)

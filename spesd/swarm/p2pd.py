@@ -1,0 +1,118 @@
+"""hivemind's p2pd: starting it, ending it, and what it leaves behind.
+
+hivemind does not notice the death of its own p2pd, leaves socket files in the temporary folder when it is killed, and
+starts a second p2pd on a busy port without complaint. All of that is dealt with here and in `transport.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hivemind.p2p import P2P
+
+_SOCKET_NAME = re.compile(r"/tmp/hivemind-p2p(d|client)-[A-Za-z0-9_-]{1,32}\.sock")
+
+
+@dataclass(frozen=True)
+class TransportConfig:
+    """Where this peer listens and which key it has.
+
+    `host_maddrs` may use port 0, unless `announce_maddrs` says under which addresses others reach us.
+    """
+
+    identity_path: Path
+    host_maddrs: Sequence[str] = ("/ip4/127.0.0.1/tcp/0",)
+    announce_maddrs: Sequence[str] = ()
+    nat_port_map: bool = True
+    relay: bool = False
+    start_seconds: float = 15.0
+
+    @property
+    def sockets_path(self) -> Path:
+        """File that names our socket files, so that the next start can remove those of a killed process."""
+        return self.identity_path.with_suffix(".sockets")
+
+
+async def launch(config: TransportConfig, host_maddrs: Sequence[str]) -> P2P:
+    """Start a p2pd and connect to it. A cancelled launch leaves no process behind.
+
+    Raises P2PDaemonError or OSError.
+    """
+    starting = asyncio.create_task(
+        P2P.create(
+            host_maddrs=tuple(host_maddrs),
+            announce_maddrs=tuple(config.announce_maddrs) or None,
+            identity_path=str(config.identity_path),
+            nat_port_map=config.nat_port_map,
+            use_relay=config.relay,
+            startup_timeout=config.start_seconds,
+            idle_timeout=config.start_seconds,
+        )
+    )
+    try:
+        p2p = await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        with contextlib.suppress(Exception):
+            await retire(await starting)
+        raise
+    config.sockets_path.write_text("\n".join(socket_files(p2p)))
+    return p2p
+
+
+async def retire(p2p: P2P) -> None:
+    """End the p2pd (if it still runs) and remove its socket files."""
+    files = socket_files(p2p)
+    try:
+        async with asyncio.timeout(5):
+            await p2p.shutdown()
+    except TimeoutError:
+        p2p._child.kill()
+        await p2p._child.wait()
+    _remove(files)
+
+
+def socket_files(p2p: P2P) -> list[str]:
+    """Paths of the unix sockets between hivemind and p2pd."""
+    return [str(maddr).removeprefix("/unix") for maddr in (p2p._daemon_listen_maddr, p2p._client_listen_maddr)]
+
+
+def remove_stale_sockets(config: TransportConfig) -> None:
+    """Remove the socket files of an earlier process that was killed. The caller holds the lock of the state folder."""
+    try:
+        lines = config.sockets_path.read_text().splitlines()[:16]
+    except (OSError, UnicodeDecodeError):
+        return
+    _remove([line for line in lines if _SOCKET_NAME.fullmatch(line)])
+
+
+def _remove(files: Sequence[str]) -> None:
+    for file in files:
+        Path(file).unlink(missing_ok=True)
+
+
+def with_fixed_ports(host_maddrs: Sequence[str], visible: Sequence[str]) -> list[str]:
+    """Replace port 0 in `host_maddrs` by the ports that p2pd got, so that a restart listens where it did before."""
+    return [_with_port(maddr, visible) for maddr in host_maddrs]
+
+
+def _with_port(maddr: str, visible: Sequence[str]) -> str:
+    parts = maddr.split("/")
+    if parts[4:5] != ["0"]:
+        return maddr
+    for candidate in (address.split("/") for address in visible):
+        if (
+            len(candidate) >= len(parts)
+            and candidate[1] == parts[1]
+            and _shape(candidate, len(parts)) == parts[3:4] + parts[5:]
+        ):
+            return "/".join((*parts[:4], candidate[4], *parts[5:]))
+    return maddr
+
+
+def _shape(parts: Sequence[str], length: int) -> list[str]:
+    return [parts[3], *parts[5:length]]

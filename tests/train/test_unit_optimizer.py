@@ -1,0 +1,126 @@
+"""AdamW over units, the learning rate, and moments on disk."""
+
+import math
+
+import pytest
+import torch
+
+from spesd.config.manifest import ModelConfig, OptimizerConfig
+from spesd.model.flat import FlatWeights
+from spesd.model.units import UnitLayout
+from spesd.train.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from spesd.train.optim import UnitAdamW, clip_gradient, learning_rate
+
+LAYOUT = UnitLayout(ModelConfig(layers=1, width=8, heads=2, expert_width=8, experts=3, top_k=1, vocabulary=8), 2)
+CONFIG = OptimizerConfig(learning_rate=0.1, warmup_rounds=4, total_rounds=14, sequences=1, weight_decay=0.1)
+
+
+def trained(steps=2, owned=("expert-0", "expert-1")):
+    weights = FlatWeights(LAYOUT, owned)
+    generator = torch.Generator().manual_seed(0)
+    weights.theta.normal_(generator=generator)
+    optimizer = UnitAdamW(weights, CONFIG)
+    for _ in range(steps):
+        weights.grad.normal_(generator=generator)
+        optimizer.step(0.01)
+    return weights, optimizer
+
+
+def test_learning_rate_follows_the_round():
+    rates = [learning_rate(CONFIG, number) for number in range(20)]
+    assert rates[:5] == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1])
+    assert rates[9] == pytest.approx(0.055)
+    assert rates[14:] == pytest.approx([0.01] * 6)
+    assert rates[4:15] == sorted(rates[4:15], reverse=True)
+
+
+def test_clipping_bounds_the_norm_and_leaves_small_gradients_alone():
+    gradient = torch.tensor([3.0, 4.0])
+    assert clip_gradient(gradient, 1.0) == pytest.approx(5.0)
+    assert gradient.norm().item() == pytest.approx(1.0, rel=1e-5)
+    small = torch.tensor([0.3, 0.4])
+    clip_gradient(small, 1.0)
+    assert small.tolist() == pytest.approx([0.3, 0.4])
+    assert not math.isfinite(clip_gradient(torch.tensor([1.0, math.nan]), 1.0))
+
+
+def test_units_step_as_one_vector_would():
+    weights, _ = trained(steps=0)
+    whole = torch.nn.Parameter(weights.theta.clone())
+    adamw = torch.optim.AdamW([whole], lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    optimizer = UnitAdamW(weights, CONFIG)
+    for _ in range(3):
+        weights.grad.normal_()
+        whole.grad = weights.grad.clone()
+        optimizer.step(0.01)
+        adamw.step()
+    torch.testing.assert_close(weights.theta, whole.data)
+
+
+def test_a_factor_scales_the_learning_rate_of_its_unit_alone():
+    weights, _ = trained(steps=0)
+    optimizer = UnitAdamW(weights, CONFIG)
+    optimizer.factors["expert-1"] = 0.0
+    before = {unit.id: weights.values(unit.id).clone() for unit in weights.trained}
+    weights.grad.normal_()
+    optimizer.step(0.01)
+    assert [unit for unit, old in before.items() if torch.equal(old, weights.values(unit))] == ["expert-1"]
+
+
+def test_moments_of_kept_units_survive_a_change_of_ownership():
+    weights, optimizer = trained()
+    kept = {unit: optimizer.state(unit)["exp_avg"].clone() for unit in ("shared-0", "shared-1", "expert-1")}
+    optimizer.rebind(weights.with_owned(["expert-1", "expert-2"]))
+    for unit, moment in kept.items():
+        assert torch.equal(optimizer.state(unit)["exp_avg"], moment)
+        assert optimizer.state(unit)["step"] == 2
+    assert not optimizer.state("expert-2")["exp_avg_sq"].any()
+    assert optimizer.state("expert-2")["step"] == 0
+
+
+def test_moments_come_back_from_disk(tmp_path):
+    weights, optimizer = trained()
+    save_checkpoint(tmp_path / "c", optimizer, weights.trained, "run", 7, 123)
+    others, fresh = trained(steps=0, owned=("expert-1", "expert-2"))
+    info = load_checkpoint(tmp_path / "c", fresh, others.trained, "run")
+    assert (info.round, info.position) == (7, 123)
+    for unit in ("shared-0", "shared-1", "expert-1"):
+        for name in ("step", "exp_avg", "exp_avg_sq"):
+            assert torch.equal(fresh.state(unit)[name], optimizer.state(unit)[name])
+    assert fresh.state("expert-2")["step"] == 0
+    assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
+
+
+def damage(kind, path):
+    content = bytearray(path.read_bytes())
+    match kind:
+        case "missing":
+            return path.unlink()
+        case "cut":
+            del content[len(content) // 2 :]
+        case "flipped":
+            content[-1] ^= 1
+        case "garbage":
+            content = bytearray(b"\xff" * 100)
+        case "empty":
+            content = bytearray()
+    return path.write_bytes(content)
+
+
+@pytest.mark.parametrize("kind", ["missing", "cut", "flipped", "garbage", "empty"])
+def test_a_damaged_checkpoint_touches_no_moment(tmp_path, kind):
+    path = tmp_path / "c"
+    weights, optimizer = trained()
+    save_checkpoint(path, optimizer, weights.trained, "run", 7, 123)
+    damage(kind, path)
+    others, fresh = trained(steps=0)
+    with pytest.raises(CheckpointError, match=str(path)):
+        load_checkpoint(path, fresh, others.trained, "run")
+    assert not any(fresh.state(unit.id)["exp_avg"].any() for unit in others.trained)
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path):
+    weights, optimizer = trained()
+    save_checkpoint(tmp_path / "c", optimizer, weights.trained, "run", 7, 123)
+    with pytest.raises(CheckpointError, match="belongs to run"):
+        load_checkpoint(tmp_path / "c", optimizer, weights.trained, "other")
