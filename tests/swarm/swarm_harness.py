@@ -31,7 +31,7 @@ def existing(paths: Sequence[str]) -> list[str]:
 async def eventually(condition: Callable[[], Awaitable[bool]], seconds: float = 20.0) -> None:
     """Wait until `condition` holds; fails with TimeoutError."""
     async with asyncio.timeout(seconds):
-        while not await condition():  # noqa: ASYNC110 - the condition lives in another process
+        while not await condition():
             await asyncio.sleep(0.05)
 
 

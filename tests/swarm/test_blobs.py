@@ -117,6 +117,23 @@ async def test_a_lone_liar_is_named(start_transport: StartTransport, tmp_path: P
     assert not me.store.has(HASH) and me.exchange.liars == {liar.id}
 
 
+async def test_a_prefix_from_a_liar_does_not_spoil_the_next_source(
+    start_transport: StartTransport, tmp_path: Path
+) -> None:
+    me = await Peer.start(start_transport, tmp_path / "me")
+    served: list[str] = []
+
+    def lie_and_leave(hash: str) -> bytes | None:
+        served.append(hash)
+        return bytes(len(DATA)) if len(served) <= 3 else None
+
+    liar = await Peer.start(start_transport, tmp_path / "liar", lookup=lie_and_leave)
+    good = await Peer.start(start_transport, tmp_path / "good", DATA)
+    me.exchange.liars |= {liar.id, good.id}  # so that each is asked alone
+    await me.exchange.fetch(HASH, [liar.id, good.id], timeout=60, size=len(DATA))
+    assert len(served) > 3 and me.store.get(HASH) == DATA
+
+
 async def test_lies_about_the_size_are_survived(start_transport: StartTransport, tmp_path: Path) -> None:
     me = await Peer.start(start_transport, tmp_path / "me")
     longer = await Peer.start(start_transport, tmp_path / "longer", DATA + b"more")

@@ -19,7 +19,7 @@ from spesd.swarm.directory import Directory
 from spesd.swarm.errors import CannotJoin
 from spesd.swarm.identity import Identity
 from spesd.swarm.known_peers import KnownPeers
-from spesd.swarm.records import PEERS, PeerRecord, dht_key, seal
+from spesd.swarm.records import PEERS, Claim, PeerRecord, dht_key, seal
 
 StartDirectory = Callable[..., Awaitable[Directory]]
 
@@ -109,12 +109,13 @@ async def test_an_expired_record_is_not_seen(start_directory: StartDirectory, mo
 
 async def test_forged_moved_and_foreign_records_are_ignored(start_directory: StartDirectory, tmp_path: Path) -> None:
     a, b = await start_directory(), await start_directory()
-    good, stranger = record_of(b), Identity.load_or_create(tmp_path / "stranger.key")
+    good, stranger = record_of(b, seconds=90), Identity.load_or_create(tmp_path / "stranger.key")
+    claim = Claim(peer=good.peer, round=1, issued=good.issued, expires=good.expires)
     assert b._node is not None
     forged = {
         "signature": seal(RUN, PEERS, good, stranger),
         "other run": seal(OTHER_RUN, PEERS, good, b.transport.identity),
-        "other key": seal(RUN, "owners/expert-0", good, b.transport.identity),
+        "other key": seal(RUN, "owners/expert-0", claim, b.transport.identity),
         "other peer": seal(RUN, PEERS, good.model_copy(update={"peer": stranger.peer_id}), stranger),
         "kept too long": seal(RUN, PEERS, good.model_copy(update={"expires": time.time() + 5}), b.transport.identity),
         "expires too late": seal(
@@ -126,14 +127,16 @@ async def test_forged_moved_and_foreign_records_are_ignored(start_directory: Sta
     for reason, value in forged.items():
         stored = await hostile_store(b._node, a, dht_key(RUN, PEERS), good.peer, msgpack.packb(value))
         assert not stored, reason
-    assert a.rejected.total() == len(forged)
+    reasons = ("signature", "other key", "other peer", "kept too long", "expires too late", "shape")
+    assert [a.rejected.pop(reason, 0) for reason in reasons] == [2, 1, 1, 1, 1, 1]
+    assert [reason for reason in a.rejected if "bytes of msgpack" in reason] == list(a.rejected)
     assert await a.peers() == {}
     assert await hostile_store(
         b._node,
         a,
         dht_key(RUN, PEERS),
         good.peer,
-        msgpack.packb(seal(RUN, PEERS, record_of(b, 90), b.transport.identity)),
+        msgpack.packb(seal(RUN, PEERS, good, b.transport.identity)),
     )
     assert set(await a.peers()) == {good.peer}
 

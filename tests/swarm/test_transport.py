@@ -13,10 +13,10 @@ from typing import Any
 import psutil
 import pytest
 from structlog.testing import capture_logs
-from swarm_harness import RUN, StartTransport, eventually, existing, p2pd_children, raw_stream
+from swarm_harness import RUN, StartTransport, eventually, existing, raw_stream
 
 from spesd.swarm.errors import PeerMisbehaved, PeerRefused, PeerTimeout, PeerUnreachable, Refused
-from spesd.swarm.p2pd import TransportConfig, with_fixed_ports
+from spesd.swarm.p2pd import TransportConfig, remove_stale_sockets, with_fixed_ports
 from spesd.swarm.streams import Reply, StreamLimits
 from spesd.swarm.transport import Transport, protocol_name
 from spesd.swarm.wire import MAX_HEADER_BYTES, encode_header, pack
@@ -278,7 +278,7 @@ def test_fixed_ports_are_those_that_p2pd_got() -> None:
     ]
 
 
-KILLED_DAEMON = """
+DAEMON = """
 import asyncio, sys
 from pathlib import Path
 from spesd.swarm.p2pd import TransportConfig
@@ -286,6 +286,7 @@ from spesd.swarm.transport import Transport
 
 async def main():
     transport = await Transport.start(TransportConfig(Path(sys.argv[1]), nat_port_map=False))
+    await transport.serve("/spesd/1/hello", None)
     print(transport.peer_id, transport.p2pd_pid, flush=True)
     await asyncio.Event().wait()
 
@@ -293,22 +294,36 @@ asyncio.run(main())
 """
 
 
-async def test_nothing_of_a_killed_daemon_outlives_its_next_start(tmp_path: Path) -> None:
-    config = TransportConfig(tmp_path / "key", nat_port_map=False)
+async def start_daemon(identity_path: Path) -> tuple[asyncio.subprocess.Process, str, int]:
+    """Another process with a transport; returns it with its peer id and the pid of its p2pd."""
     daemon = await asyncio.create_subprocess_exec(
-        sys.executable, "-W", "ignore", "-c", KILLED_DAEMON, str(config.identity_path), stdout=asyncio.subprocess.PIPE
+        sys.executable, "-W", "ignore", "-c", DAEMON, str(identity_path), stdout=asyncio.subprocess.PIPE
     )
     assert daemon.stdout is not None
     peer_id, pid = (await asyncio.wait_for(daemon.stdout.readline(), 60)).decode().split()
-    left = config.sockets_path.read_text().splitlines()
+    return daemon, peer_id, int(pid)
+
+
+async def test_p2pd_ends_when_its_daemon_is_killed(tmp_path: Path) -> None:
+    daemon, _, pid = await start_daemon(tmp_path / "key")
     daemon.kill()
-    await daemon.wait()
+    await daemon.communicate()
 
     async def gone() -> bool:
-        return not psutil.pid_exists(int(pid))
+        return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
     await eventually(gone)
+    remove_stale_sockets(TransportConfig(tmp_path / "key"))
+
+
+async def test_sockets_of_a_killed_daemon_are_removed_by_its_next_start(tmp_path: Path) -> None:
+    config = TransportConfig(tmp_path / "key", nat_port_map=False)
+    daemon, peer_id, pid = await start_daemon(config.identity_path)
+    daemon.kill()
+    os.kill(pid, signal.SIGKILL)
+    await daemon.communicate()
+    left = config.sockets_path.read_text().splitlines()
+    assert len(left) == 2 and existing(left) == left
     transport = await Transport.start(config)
     assert transport.peer_id == peer_id and existing(left) == []
     await transport.stop()
-    assert int(pid) not in p2pd_children()
