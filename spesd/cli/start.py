@@ -21,7 +21,7 @@ def start(
     join: Annotated[list[str] | None, typer.Option(help="Address of a peer of a running swarm; repeatable.")] = None,
     state_dir: StateDir = None,
     config: ConfigFile = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu, mps, cuda or cuda:1.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:1.")] = None,
     train_experts: Annotated[int | None, typer.Option(help="Number of experts to train.")] = None,
     memory_gib: Annotated[
         float | None, typer.Option(help="Memory for weights and optimizer; gives the number of experts.")

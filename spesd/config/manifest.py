@@ -132,9 +132,11 @@ class Draft(Section):
     ownership: OwnershipConfig = OwnershipConfig()
 
     @model_validator(mode="after")
-    def _vocabulary_fits(self) -> Draft:
+    def _fits_together(self) -> Draft:
         if self.data.tokenizer == "bytes" and self.model.vocabulary < 256:
             raise ValueError(f"model.vocabulary {self.model.vocabulary} is less than the 256 of data.tokenizer 'bytes'")
+        if self.sync.shared_shards > self.model.vocabulary * self.model.width:
+            raise ValueError(f"sync.shared_shards {self.sync.shared_shards} is more than there are shared values")
         return self
 
     def seal(self, train: tuple[Shard, ...], held_out: tuple[Shard, ...], genesis: dict[str, str]) -> Manifest:

@@ -52,7 +52,7 @@ class PeerConfig(BaseModel):
     )
     announce: tuple[Endpoint, ...] = Field(default=(), description="multiaddrs told to others, if not those found")
     device: str = Field(
-        default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d{1,3})?)$", description="auto, cpu, mps, cuda or cuda:1"
+        default="auto", pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$", description="auto, cpu, cuda or cuda:1"
     )
     threads: int = Field(default_factory=physical_cores, ge=1, le=1024, description="CPU threads of the trainer")
     train_experts: int | None = Field(default=None, ge=1, le=4096, description="number of experts trained here")

@@ -86,9 +86,9 @@ class ToyTrainer:
         for command in commands:
             command()
         for unit, values in self.theta.items():
-            before = values.copy()
-            np.add(values, 1e-3 * generator.standard_normal(values.size), out=values, casting="same_kind")
-            self.unaccepted[unit] += values.astype(np.float64) - before
+            before = values.astype(np.float64)
+            values += (1e-3 * generator.standard_normal(values.size)).astype(np.float32)  # noqa: PLW2901
+            self.unaccepted[unit] += values - before
 
 
 class Node:

@@ -46,7 +46,7 @@ class Start(Message):
     inbound: str
     snapshot: str
     checkpoint: str | None = None
-    device: Literal["cpu", "cuda", "auto"] = "auto"
+    device: str = Field(default="auto", max_length=16, description="auto, cpu, cuda or cuda:1")
     threads: int = Field(default=1, ge=1, le=1024)
     max_steps_per_second: float | None = Field(default=None, gt=0)
 

@@ -255,11 +255,14 @@ class Trainer:
 
 def choose_device(name: str) -> torch.device:
     """The device that a peer config names; "auto" prefers CUDA. Raises TrainerError when there is none."""
-    available = torch.cuda.is_available()
-    if name == "cuda" and not available:
-        detail = "device 'cuda' was asked for, torch finds none: use 'cpu' or 'auto'"
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto":
+        return torch.device("cuda" if devices else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= devices:
+        detail = f"device {name!r} was asked for, torch finds {devices} CUDA devices: use 'cpu' or 'auto'"
         raise TrainerError(FailureReason.NO_DEVICE, detail)
-    return torch.device("cuda" if available and name != "cpu" else "cpu")
+    return device
 
 
 def _parse_manifest(data: bytes) -> Manifest:

@@ -24,7 +24,7 @@ EXIT_OK, EXIT_FAILED, EXIT_ORPHANED = 0, 1, 3
 
 def main() -> int:
     """Run the trainer; return the process's exit code."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # both reach whole groups of processes; the daemon decides what follows
+    for number in (signal.SIGINT, signal.SIGTERM):  # they reach whole groups of processes; the daemon decides
         signal.signal(number, signal.SIG_IGN)
     source, sink = take_pipes()
     configure_logging()

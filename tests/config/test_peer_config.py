@@ -34,7 +34,7 @@ def lines(*args, **kwargs):
 
 
 def test_each_layer_goes_over_the_one_below(tmp_path):
-    path = written(tmp_path, 'threads = 2\ndevice = "mps"\nlog_level = "debug"\n')
+    path = written(tmp_path, 'threads = 2\ndevice = "cuda:1"\nlog_level = "debug"\n')
     config = load({"device": "cpu"}, {"SPESD_THREADS": "3", "SPESD_DEVICE": "cuda"}, path)
     assert (config.device, config.threads, config.log_level, config.log_format) == ("cpu", 3, "debug", "auto")
     assert config.origin("device") == "flag --device"
