@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from blake3 import blake3
+from numpy.typing import NDArray
 
 from spesd.config.manifest import SyncConfig
 from spesd.sync import effects as fx
@@ -71,7 +72,7 @@ class ToyTrainer:
     """Walks at random instead of learning. `unaccepted` keeps an independent account of the protocol's invariant."""
 
     theta: dict[UnitId, Values] = field(default_factory=dict)
-    unaccepted: dict[UnitId, Values] = field(default_factory=dict)
+    unaccepted: dict[UnitId, NDArray[np.float64]] = field(default_factory=dict)
     snapshot: dict[UnitId, Values] = field(default_factory=dict)
     commands: list[Callable[[], None]] = field(default_factory=list)
 
