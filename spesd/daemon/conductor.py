@@ -42,6 +42,9 @@ SLOWEST_LINK = 50_000
 TICK_SECONDS = 0.02
 """Least time between two looks at the protocol's deadlines."""
 
+BUSY_SECONDS = 0.5
+"""Pause before a peer that said it was busy is asked again."""
+
 STRIKES, BAN_SECONDS = 3, 600.0
 KEPT_ROUNDS = 64
 
@@ -189,19 +192,28 @@ class Conductor:
         body = {"round": effect.round, "roster": effect.roster, "unit": effect.unit}
         try:
             payload = await asyncio.to_thread(self.store.blobs.get, effect.blob)
-            await self._transport.request(
-                effect.to,
-                protocol_name(self.peer.context.run, "contribution"),
-                body,
-                payload,
-                timeout=self.peer.context.settings.contribute_seconds,
-                max_reply=0,
-            )
+            await self._push(effect.to, body, payload)
         except PeerRefused as error:
             log.info("contribution refused", to=effect.to, unit=effect.unit, round=effect.round, reason=str(error))
         except TransportError as error:
             log.info("contribution not delivered", to=effect.to, unit=effect.unit, reason=str(error))
             self.tell(lambda now: self.peer.on_unreachable(now, effect.to))
+
+    async def _push(self, to: PeerId, body: dict[str, Any], payload: bytes) -> None:
+        """Send a contribution; a reducer that has its hands full is asked again until the time is over."""
+        protocol, seconds = (
+            protocol_name(self.peer.context.run, "contribution"),
+            self.peer.context.settings.contribute_seconds,
+        )
+        deadline = self.now + seconds
+        while True:
+            try:
+                await self._transport.request(to, protocol, body, payload, timeout=deadline - self.now, max_reply=0)
+                return
+            except PeerRefused as error:
+                if error.code != "busy" or self.now + BUSY_SECONDS >= deadline:
+                    raise
+            await asyncio.sleep(BUSY_SECONDS)
 
     async def _encode(self, effect: fx.Encode) -> None:
         snapshot = self._trainer.snapshot(effect.round, effect.unit)
