@@ -9,11 +9,10 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from blake3 import blake3
-from numpy.typing import NDArray
 
 from spesd.config.manifest import SyncConfig
 from spesd.sync import effects as fx
@@ -21,6 +20,7 @@ from spesd.sync.codec import Values
 from spesd.sync.ledger import Chain, Head, PeerId, UnitId
 from spesd.sync.ownership import Ownership
 from spesd.sync.peer import SyncPeer
+from spesd.sync.toys import MemoryBlobs, Move, SimulatedTrainer, ToySigner, ToyTrainer
 from spesd.sync.workshop import Rejected, Workshop, state_hash
 
 RUN = "0" * 64
@@ -39,59 +39,6 @@ class Conditions:
     grace_seconds: float = 10.0
 
 
-class MemoryBlobs:
-    """Blobs in a dictionary."""
-
-    def __init__(self) -> None:
-        self.data: dict[str, bytes] = {}
-
-    def get(self, hash: str) -> bytes:
-        return self.data[hash]
-
-    def put(self, data: bytes) -> str:
-        name = blake3(data).hexdigest()
-        self.data[name] = data
-        return name
-
-
-class ToySigner:
-    """Stands for the identity keys: a signature is a hash over the signer's name."""
-
-    def __init__(self, me: PeerId) -> None:
-        self._me = me
-
-    def sign(self, data: bytes) -> bytes:
-        return blake3(self._me.encode() + data).digest()
-
-    def verify(self, peer: PeerId, data: bytes, signature: bytes) -> bool:
-        return blake3(peer.encode() + data).digest() == signature
-
-
-@dataclass(slots=True)
-class ToyTrainer:
-    """Walks at random instead of learning. `unaccepted` keeps an independent account of the protocol's invariant."""
-
-    theta: dict[UnitId, Values] = field(default_factory=dict)
-    unaccepted: dict[UnitId, NDArray[np.float64]] = field(default_factory=dict)
-    snapshot: dict[UnitId, Values] = field(default_factory=dict)
-    commands: list[Callable[[], None]] = field(default_factory=list)
-
-    def load(self, agreed: Mapping[UnitId, Values], units: frozenset[UnitId]) -> None:
-        """Start from the agreed states, with nothing unaccepted."""
-        self.theta = {unit: agreed[unit].copy() for unit in sorted(units)}
-        self.unaccepted = {unit: np.zeros_like(agreed[unit], np.float64) for unit in sorted(units)}
-
-    def step(self, generator: np.random.Generator) -> None:
-        """One local step: obey commands, then move every trained unit."""
-        commands, self.commands = self.commands, []
-        for command in commands:
-            command()
-        for unit, values in self.theta.items():
-            before = values.astype(np.float64)
-            values += (1e-3 * generator.standard_normal(values.size)).astype(np.float32)  # noqa: PLW2901
-            self.unaccepted[unit] += values - before
-
-
 class Node:
     """One simulated volunteer: the driver that carries out effects. `disk` is what survives a crash."""
 
@@ -106,8 +53,7 @@ class Node:
         for unit, chain in chains.items():
             self._rebuild(unit, chain)
         self.ownership = Ownership(name, RUN, budget, 1, world.conditions.grace_seconds)
-        self.trainer = ToyTrainer()
-        self.generator = np.random.default_rng(world.random.randrange(2**32))
+        self.trainer = world.make_trainer(self)
         self.step_seconds = world.random.uniform(*world.conditions.step_seconds)
         self.rounds: list[fx.RoundEnded] = []
         self.strikes: list[fx.Strike] = []
@@ -147,16 +93,9 @@ class Node:
         world.after(world.conditions.review_seconds * world.random.uniform(0.5, 1.5), self.review)
 
     def _own(self, owned: frozenset[UnitId]) -> None:
-        was_training = self.peer.training
-        kept = self.peer.trained if was_training else frozenset()
         self.peer.on_owned(owned)
-        fresh = self.peer.trained - kept
-        for unit in sorted(kept - self.peer.trained):
-            del self.trainer.theta[unit], self.trainer.unaccepted[unit]
-        for unit in sorted(fresh):
-            self.trainer.theta[unit] = self.workshop.agreed[unit].copy()
-            self.trainer.unaccepted[unit] = np.zeros(self.world.sizes[unit])
-        if not was_training:
+        self.trainer.own(self.workshop.agreed, self.peer.trained)
+        if not self.peer.training:
             self.peer.on_training(self.world.now, True)
             self.step()
         self.drain()
@@ -164,8 +103,8 @@ class Node:
     def step(self) -> None:
         """One step of the trainer, at its own pace."""
         if self.alive:
-            self.trainer.step(self.generator)
-            self.peer.on_progress(self.world.now, 1, 100)
+            self.trainer.step()
+            self.peer.on_progress(self.world.now, 1, self.trainer.tokens_per_step)
             self.drain()
             self.world.after(self.step_seconds, self.step)
 
@@ -205,9 +144,9 @@ class Node:
                 data = self.blobs.get(effect.blob)
                 world.deliver(self, effect.to, lambda node: node.receive(self.name, effect, data))
             case fx.TakeSnapshot():
-                self.trainer.commands.append(lambda: self.snapshot(effect.round))
+                self.trainer.take_snapshot(effect.round, lambda: peer.on_snapshot(world.now, effect.round))
             case fx.Encode():
-                values = self.trainer.snapshot.get(effect.unit)
+                values = self.trainer.snapshot_of(effect.round, effect.unit)
                 self.later(
                     lambda: peer.on_encoded(world.now, effect, None if values is None else shop.encode(effect, values))
                 )
@@ -226,14 +165,11 @@ class Node:
                 self.strikes.append(effect)
             case fx.RoundEnded():
                 self.rounds.append(effect)
+                self.trainer.round_ended(effect)
 
     def receive(self, sender: PeerId, effect: fx.SendContribution, data: bytes) -> None:
         blob = self.blobs.put(data)
         self.peer.on_contribution(self.world.now, sender, effect.round, effect.unit, blob)
-
-    def snapshot(self, round_: int) -> None:
-        self.trainer.snapshot = {unit: values.copy() for unit, values in self.trainer.theta.items()}
-        self.peer.on_snapshot(self.world.now, round_)
 
     def _reduce(self, effect: fx.Reduce) -> None:
         result = self.workshop.reduce(effect)
@@ -245,7 +181,7 @@ class Node:
         except Rejected:
             self.peer.on_committed(self.world.now, effect, False)
             return
-        self._shift(effect.entry.unit, change, effect.accepted, ())
+        self._move(effect.entry.unit, change, effect.entry.after, effect.accepted, ())
         self.world.note(f"{self.name} commits {effect.entry.unit} {effect.entry.after}")
         self.peer.on_committed(self.world.now, effect, True)
 
@@ -255,31 +191,35 @@ class Node:
         except Rejected:
             self.peer.on_adopted(self.world.now, effect, False)
             return
-        self._shift(effect.unit, change, effect.accepted, effect.returned)
+        self._move(effect.unit, change, effect.head, effect.accepted, effect.returned)
         self.world.note(f"{self.name} adopts {effect.unit} {effect.head}")
         self.peer.on_adopted(self.world.now, effect, True)
 
-    def _shift(self, unit: UnitId, change: Values, accepted: tuple[str, ...], returned: tuple[str, ...]) -> None:
-        if unit not in self.trainer.theta:
-            return
-        taken = [self.workshop.contribution(unit, blob) for blob in accepted]
-        given = [self.workshop.contribution(unit, blob) for blob in returned]
+    def _move(
+        self, unit: UnitId, change: Values, head: Head, accepted: tuple[str, ...], returned: tuple[str, ...]
+    ) -> None:
+        shop = self.workshop
+        taken, given = (tuple(shop.contribution(unit, blob) for blob in blobs) for blobs in (accepted, returned))
+        self.trainer.moved(unit, Move(change, shop.agreed[unit], taken, given), head.version)
 
-        def apply() -> None:
-            if unit in self.trainer.theta:
-                self.trainer.theta[unit] += change
-                for values in taken:
-                    self.trainer.unaccepted[unit] -= values
-                for values in given:
-                    self.trainer.unaccepted[unit] += values
 
-        self.trainer.commands.append(apply)
+def toy_trainer(node: Node) -> ToyTrainer:
+    """A trainer that walks at random, from the world's seed."""
+    return ToyTrainer(np.random.default_rng(node.world.random.randrange(2**32)))
 
 
 class World:
     """Clock, network and directory of a simulated swarm. `trace` is a hash over everything that was committed."""
 
-    def __init__(self, sizes: Mapping[UnitId, int], settings: SyncConfig, conditions: Conditions, seed: int) -> None:
+    def __init__(
+        self,
+        sizes: Mapping[UnitId, int],
+        settings: SyncConfig,
+        conditions: Conditions,
+        seed: int,
+        make_trainer: Callable[[Node], SimulatedTrainer] = toy_trainer,
+    ) -> None:
+        self.make_trainer = make_trainer
         self.sizes, self.settings, self.conditions = dict(sizes), settings, conditions
         self.random = random.Random(seed)
         self.now = 0.0
