@@ -134,7 +134,7 @@ class UnitVersion(Answer):
 
 
 class UnitStatus(Answer):
-    """A unit's agreed state on this peer. `history` holds the last 32 versions, oldest first, the newest included."""
+    """A unit's agreed state on this peer. `history`: versions that its ledger still has, at most 32, oldest first."""
 
     unit: str
     version: int

@@ -13,6 +13,8 @@ from spesd.api.schema import Status
 from spesd.api.socket_path import remove_socket
 from spesd.cli.launch import Daemon, command
 from spesd.config.peer import PeerConfig
+from spesd.daemon.state_dir import StateDir
+from spesd.swarm.socket_files import remove_stale_sockets
 
 DRAIN_SECONDS = 20.0
 """A daemon drains this long before it is killed."""
@@ -85,7 +87,7 @@ class Fleet:
     def spawn(self, **settings: Any) -> Daemon:
         """Start one more daemon. `settings` are fields of PeerConfig."""
         config = PeerConfig(state_dir=self.folder / f"peer-{len(self.daemons)}", **settings)
-        # The sockets that p2pd leaves in the temp folder when it is killed go away with our own folder.
+        # What a killed daemon leaves in its temp folder goes away with our own folder.
         temp = self.folder / "tmp"
         temp.mkdir(exist_ok=True)
         daemon = Daemon.spawn(config, self._argv(config), {"TMPDIR": str(temp)})
@@ -113,4 +115,5 @@ class Fleet:
                 self.faults.append(f"peer {number} ended with exit code {daemon.process.returncode}")
             self.faults += [f"peer {number} left {name}, which was killed" for name in daemon.kill()]
             remove_socket(daemon.client.state_dir)
+            remove_stale_sockets(StateDir(daemon.client.state_dir).identity)
         self.daemons.clear()

@@ -19,8 +19,9 @@ from blake3 import blake3
 
 from spesd.daemon.store import ChainFile, Store
 from spesd.swarm.blobs import BlobExchange
-from spesd.swarm.errors import BlobUnavailable, PeerRefused, Refused, TransportError
+from spesd.swarm.errors import BlobMissing, BlobUnavailable, PeerRefused, Refused, TransportError
 from spesd.swarm.transport import Transport, protocol_name
+from spesd.swarm.wire import pack, unpack
 from spesd.sync import effects as fx
 from spesd.sync.codec import Values
 from spesd.sync.ledger import PeerId, UnitId
@@ -41,6 +42,9 @@ SLOWEST_LINK = 50_000
 
 TICK_SECONDS = 0.02
 """Least time between two looks at the protocol's deadlines."""
+
+MAX_MESSAGE_BYTES = 4 << 20
+"""Most bytes of a message of the protocol: a trail of many rounds among many peers is the longest."""
 
 BUSY_SECONDS = 0.5
 """Pause before a peer that said it was busy is asked again."""
@@ -100,7 +104,7 @@ class Conductor:
     async def serve(self) -> None:
         """Answer other peers, and start the protocol's clock."""
         run = self.peer.context.run
-        await self._transport.serve(protocol_name(run, "message"), self._on_message)
+        await self._transport.serve(protocol_name(run, "message"), self._on_message, max_payload=MAX_MESSAGE_BYTES)
         largest = max(max_size(self._codec, size) for size in self.peer.context.sizes.values())
         await self._transport.serve(protocol_name(run, "contribution"), self._on_contribution, max_payload=largest)
         for _ in range(FETCHERS):
@@ -178,14 +182,20 @@ class Conductor:
             return await self._loop.run_in_executor(self._threads, work, *args)
 
     async def _send(self, effect: fx.Send) -> None:
-        body = {"kind": type(effect.message).__name__, "message": effect.message.model_dump()}
+        kind = type(effect.message).__name__
+        payload = pack(effect.message.model_dump())
         seconds = self.peer.context.settings.coordinator_seconds
         try:
             await self._transport.request(
-                effect.to, protocol_name(self.peer.context.run, "message"), body, timeout=seconds, max_reply=0
+                effect.to,
+                protocol_name(self.peer.context.run, "message"),
+                {"kind": kind},
+                payload,
+                timeout=seconds,
+                max_reply=0,
             )
-        except (TransportError, ValueError) as error:
-            log.info("message not delivered", to=effect.to, kind=body["kind"], reason=str(error))
+        except TransportError as error:
+            log.info("message not delivered", to=effect.to, kind=kind, reason=str(error))
             self.tell(lambda now: self.peer.on_unreachable(now, effect.to))
 
     async def _send_contribution(self, effect: fx.SendContribution) -> None:
@@ -195,6 +205,8 @@ class Conductor:
             await self._push(effect.to, body, payload)
         except PeerRefused as error:
             log.info("contribution refused", to=effect.to, unit=effect.unit, round=effect.round, reason=str(error))
+        except BlobMissing:
+            log.info("contribution is no longer wanted", unit=effect.unit, round=effect.round)
         except TransportError as error:
             log.info("contribution not delivered", to=effect.to, unit=effect.unit, reason=str(error))
             self.tell(lambda now: self.peer.on_unreachable(now, effect.to))
@@ -282,13 +294,9 @@ class Conductor:
 
     async def _on_message(self, sender: PeerId, body: Mapping[str, Any], payload: bytes) -> dict[str, Any]:
         self._refuse_banned(sender)
-        match body:
-            case {"kind": str() as kind, "message": dict() as fields}:
-                pass
-            case _:
-                raise Refused("bad-request", "kind and message are needed")
+        kind = body.get("kind")
         try:
-            message = parse(kind, fields)
+            message = parse(str(kind), unpack(payload, MAX_MESSAGE_BYTES))
         except ValueError as error:
             reason = f"message {kind!r}: {' '.join(str(error).split())[:200]}"
             self._strike(sender, reason)

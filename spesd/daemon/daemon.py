@@ -15,6 +15,7 @@ from spesd import __version__
 from spesd.api.headline import ready_line
 from spesd.api.schema import Experts, Peer, Peers, Reason, Rounds, State, Status, Stop, Traffic
 from spesd.api.server import ApiServer
+from spesd.api.socket_path import remove_socket
 from spesd.config.errors import ConfigError
 from spesd.config.files import load_draft
 from spesd.config.manifest import Draft, Manifest
@@ -33,6 +34,7 @@ from spesd.swarm.identity import Identity
 from spesd.swarm.join import Hello, serve_hello
 from spesd.swarm.known_peers import KnownPeers
 from spesd.swarm.p2pd import TransportConfig
+from spesd.swarm.socket_files import remove_stale_sockets
 from spesd.swarm.transport import Transport
 
 log = structlog.get_logger(__name__)
@@ -89,11 +91,13 @@ class Daemon:
         self._stopping.set()
 
     def kill(self) -> None:
-        """End the processes that we started, at once."""
+        """End the processes that we started, at once, and remove the socket files."""
         if self._volunteer is not None:
             self._volunteer.kill()
         if self._transport is not None:
             self._transport.kill()
+            remove_stale_sockets(self._dir.identity)
+        remove_socket(self._config.state_dir)
 
     async def _drain(self) -> None:
         if self._volunteer is not None:

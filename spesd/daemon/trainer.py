@@ -97,6 +97,7 @@ class Trainer:
         """Start training the experts that the protocol owns, with work that was not accepted before the last stop."""
         self._unaccepted = unaccepted
         await self._start()
+        self._save_progress()
 
     def own(self, experts: frozenset[UnitId]) -> None:
         """Train these experts from now on. The protocol must be idle."""

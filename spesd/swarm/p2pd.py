@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hivemind.p2p import P2P
 
-_SOCKET_NAME = re.compile(r"/tmp/hivemind-p2p(d|client)-[A-Za-z0-9_-]{1,32}\.sock")
+from spesd.swarm.socket_files import note_of, remove_files
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class TransportConfig:
     @property
     def sockets_path(self) -> Path:
         """File that names our socket files, so that the next start can remove those of a killed process."""
-        return self.identity_path.with_suffix(".sockets")
+        return note_of(self.identity_path)
 
 
 async def launch(config: TransportConfig, host_maddrs: Sequence[str]) -> P2P:
@@ -73,26 +72,12 @@ async def retire(p2p: P2P) -> None:
     except TimeoutError:
         p2p._child.kill()
         await p2p._child.wait()
-    _remove(files)
+    remove_files(files)
 
 
 def socket_files(p2p: P2P) -> list[str]:
     """Paths of the unix sockets between hivemind and p2pd."""
     return [str(maddr).removeprefix("/unix") for maddr in (p2p._daemon_listen_maddr, p2p._client_listen_maddr)]
-
-
-def remove_stale_sockets(config: TransportConfig) -> None:
-    """Remove the socket files of an earlier process that was killed. The caller holds the lock of the state folder."""
-    try:
-        lines = config.sockets_path.read_text().splitlines()[:16]
-    except (OSError, UnicodeDecodeError):
-        return
-    _remove([line for line in lines if _SOCKET_NAME.fullmatch(line)])
-
-
-def _remove(files: Sequence[str]) -> None:
-    for file in files:
-        Path(file).unlink(missing_ok=True)
 
 
 def with_fixed_ports(host_maddrs: Sequence[str], visible: Sequence[str]) -> list[str]:

@@ -23,6 +23,8 @@ _POLITE_REFUSALS = 16
 
 _DISCARD_SECONDS = 5.0
 _DISCARD_BYTES = 64 << 20
+_HANG_UP_SECONDS = 5.0
+"""So long a caller may take to close the stream once it was answered."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,9 @@ class Service:
                     await self._answer(peer, reader, writer)
                 elif excess <= _POLITE_REFUSALS:
                     await self._refuse(peer, reader, writer, Refused("busy", "too many requests at once; retry later"))
+                else:
+                    return
+                await _hung_up(reader)
         except WireError as error:
             log.warning("garbage from peer", peer=peer, protocol=self.protocol, reason=str(error))
         except TimeoutError:
@@ -192,3 +197,11 @@ async def _discard(reader: asyncio.StreamReader) -> None:
         async with asyncio.timeout(_DISCARD_SECONDS):
             while left > 0 and (frame := await reader.read(1 << 20)):
                 left -= len(frame)
+
+
+async def _hung_up(reader: asyncio.StreamReader) -> None:
+    """Wait until the caller has closed the stream. p2pd resets a stream that we close first, and a reset overtakes what
+    the caller's p2pd has not read yet: the answer would be lost."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_HANG_UP_SECONDS):
+            await reader.read(1)

@@ -17,7 +17,8 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from spesd.swarm.errors import PeerMisbehaved, PeerRefused, PeerTimeout, PeerUnreachable
 from spesd.swarm.identity import Identity
-from spesd.swarm.p2pd import TransportConfig, launch, remove_stale_sockets, retire, with_fixed_ports
+from spesd.swarm.p2pd import TransportConfig, launch, retire, with_fixed_ports
+from spesd.swarm.socket_files import remove_stale_sockets
 from spesd.swarm.streams import Admission, Handler, PayloadLimit, Reply, Service, StreamLimits
 from spesd.swarm.traffic import Traffic
 from spesd.swarm.wire import Buffer, WireError, encode_header, harden_hivemind, read_header, read_payload, write_message
@@ -72,7 +73,7 @@ class Transport:
         """
         harden_hivemind()
         identity = Identity.load_or_create(config.identity_path)
-        remove_stale_sockets(config)
+        remove_stale_sockets(config.identity_path)
         transport = cls(config, identity, limits or StreamLimits())
         await transport._launch()
         transport._watcher = asyncio.create_task(transport._watch())
@@ -264,6 +265,8 @@ class Transport:
         self._streams.add(task)
         try:
             await self._services[protocol].serve(str(info.peer_id), reader, writer)
+        except asyncio.CancelledError:
+            writer.close()  # by `stop`; a cancelled handler would be reported by asyncio as an error
         finally:
             self._streams.discard(task)
 

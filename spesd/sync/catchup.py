@@ -19,6 +19,9 @@ from spesd.sync.pipeline import Pipeline, Step, TakeState
 MAX_HISTORY = 64
 """States of a unit that are named in a request for a trail."""
 
+MAX_REQUEST = 1024
+"""States that are named in one request, so that it stays a small message; more units go into another."""
+
 GOSSIP_SECONDS = 3.0
 """Time between two exchanges of heads with a live peer drawn at random."""
 
@@ -37,6 +40,7 @@ class CatchUp:
         self._pipeline = pipeline
         self._offers: defaultdict[UnitId, dict[PeerId, Head]] = defaultdict(dict)
         self._asked: dict[UnitId, _Asked] = {}
+        self._guides: dict[UnitId, PeerId] = {}
         self._next_gossip = float("-inf")
 
     def heard(self, peer: PeerId, heads: Mapping[UnitId, Head]) -> None:
@@ -44,7 +48,7 @@ class CatchUp:
         for unit, head in heads.items():
             if unit not in self._context.sizes:
                 continue
-            if is_better(head, self._context.ledger[unit].head):
+            if is_better(head, self._context.ledger[unit].head) and self._context.believes(head):
                 self._offers[unit][peer] = head
             else:
                 self._offers[unit].pop(peer, None)
@@ -54,6 +58,12 @@ class CatchUp:
         for offers in self._offers.values():
             offers.pop(peer, None)
         self._asked = {unit: asked for unit, asked in self._asked.items() if asked.peer != peer}
+
+    def failed(self, unit: UnitId) -> None:
+        """A step of `unit` has failed: ask somebody else, until the one who told us the way offers it anew."""
+        guide = self._guides.pop(unit, None)
+        if guide is not None:
+            self._offers[unit].pop(guide, None)
 
     def behind(self) -> list[UnitId]:
         """Units of which somebody is known to have a better state."""
@@ -100,7 +110,8 @@ class CatchUp:
             history = context.ledger[unit].history()[-MAX_HISTORY:]
             requests[peer][unit] = [HeadInfo.of(head) for head in reversed(history)]
         for peer, units in requests.items():
-            context.send(peer, TrailRequest(units=units))
+            for batch in _batches(units):
+                context.send(peer, TrailRequest(units=batch))
 
     def requested(self, peer: PeerId, request: TrailRequest) -> None:
         """Tell `peer` the way to our states."""
@@ -134,6 +145,10 @@ class CatchUp:
             return
         del self._asked[unit]
         head = self._context.ledger[unit].head
+        if trail.common is not None and self._context.ledger[unit].after(trail.common.head()) is None:
+            # our chain has changed since we asked, or never had this state
+            self._offers[unit].pop(peer, None)
+            return
         try:
             steps, end = plan(trail, head)
         except ValueError as error:
@@ -141,10 +156,23 @@ class CatchUp:
             self._offers[unit].pop(peer, None)
             return
         others = [p for p in self._offers[unit] if p != peer]
-        if steps and is_better(end, head):
+        if steps and is_better(end, head) and self._context.believes(end):
+            self._guides[unit] = peer
             self._pipeline.go(unit, steps, [peer, *others])
         else:
             self._offers[unit].pop(peer, None)
+
+
+def _batches(units: Mapping[UnitId, list[HeadInfo]]) -> list[dict[UnitId, list[HeadInfo]]]:
+    batches: list[dict[UnitId, list[HeadInfo]]] = []
+    room = 0
+    for unit, history in units.items():
+        if room < len(history) or not batches:
+            batches.append({})
+            room = MAX_REQUEST
+        batches[-1][unit] = history
+        room -= len(history) + 1
+    return batches
 
 
 def plan(trail: Trail, head: Head | None) -> tuple[list[Step], Head]:
@@ -164,6 +192,9 @@ def plan(trail: Trail, head: Head | None) -> tuple[list[Step], Head]:
     common = trail.common.head() if trail.common else None
     replay = _replay(entries, anchor)
     floor = common.version if common else -1
+    starts = {entries[0].before, *(entry.after for entry in entries)} if entries else {anchor}
+    if common is not None and common.version < anchor.version and common not in starts:
+        raise ValueError(f"no account of what follows version {common.version}")
     account = tuple(e for e in entries if floor < e.after.version <= anchor.version)
     steps: list[Step] = [TakeState(anchor, common, account), *replay]
     return steps, replay[-1].after if replay else anchor

@@ -9,9 +9,15 @@ from typing import Protocol
 
 from spesd.config.manifest import SyncConfig
 from spesd.sync.effects import Effect, Send, Strike
-from spesd.sync.ledger import Ledger, PeerId, UnitId
-from spesd.sync.messages import Message
+from spesd.sync.ledger import Head, Ledger, PeerId, UnitId
+from spesd.sync.messages import MAX_ROUND_WEIGHT, Message
 from spesd.sync.rendezvous import rank
+
+MAX_ROUND_JUMP = 100_000
+"""A state of a round further ahead than this is not believed."""
+
+MAX_HINT_JUMP = 64
+"""How far a mere word about the newest round, with no state behind it, may move ours."""
 
 
 class Signer(Protocol):
@@ -51,6 +57,11 @@ class Context:
 
     def strike(self, peer: PeerId, reason: str) -> None:
         self.emit(Strike(peer, reason))
+
+    def believes(self, head: Head) -> bool:
+        """Whether a told state can be: no round far ahead of all that we know, no more weight than rounds can give."""
+        near = head.version <= self.newest_round + MAX_ROUND_JUMP
+        return near and head.weight <= head.version * MAX_ROUND_WEIGHT
 
     def coordinators(self, round_: int) -> list[PeerId]:
         """Live peers in the order in which they may coordinate `round_`."""

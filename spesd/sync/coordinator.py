@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from spesd.sync.context import Context
 from spesd.sync.ledger import Head, PeerId, UnitId, is_better
-from spesd.sync.messages import Call, HeadInfo, Join, Roster, RosterUnit, SignedRoster
+from spesd.sync.messages import MAX_CONTRIBUTORS, Call, HeadInfo, Join, Roster, RosterUnit, SignedRoster
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class Coordinator:
         if gathering is None or (join.round, join.attempt) != (gathering.round, gathering.attempt):
             return
         gathering.waiting.discard(peer)
-        if join.units and peer not in gathering.joins:
+        if join.units and peer not in gathering.joins and len(gathering.joins) < MAX_CONTRIBUTORS:
             gathering.joins[peer] = join
 
     def lost(self, peer: PeerId) -> None:

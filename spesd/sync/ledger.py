@@ -45,6 +45,8 @@ class Entry:
             raise ValueError(f"{self.unit}: version {self.after.version} does not follow {self.before.version}")
         if self.after.weight != self.before.weight + sum(c.weight for c in self.contributors):
             raise ValueError(f"{self.unit}: weight {self.after.weight} is not the sum of its contributors")
+        if len({c.peer for c in self.contributors}) < len(self.contributors):
+            raise ValueError(f"{self.unit}: version {self.after.version} lists a contributor twice")
 
 
 class BrokenChain(ValueError):
@@ -137,6 +139,12 @@ class Ledger:
     def heads(self) -> dict[UnitId, Head]:
         """The agreed state of every unit that is known here."""
         return {unit: chain.head for unit, chain in self.chains.items() if chain.head is not None}
+
+    def blobs(self) -> set[str]:
+        """Every packet and state that a chain is made of. Units that never differed share the blob of a state."""
+        chains = self.chains.values()
+        states = {head.hash for chain in chains for head in chain.anchors}
+        return states | {entry.packet for chain in chains for entry in chain.entries}
 
     @property
     def complete(self) -> bool:

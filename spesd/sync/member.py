@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from spesd.sync.context import Context
 from spesd.sync.effects import TakeSnapshot
 from spesd.sync.ledger import Head, PeerId, UnitId
-from spesd.sync.messages import Call, HeadInfo, Join, Ready, Roster
+from spesd.sync.messages import MAX_TOKENS, Call, HeadInfo, Join, Ready, Roster
 
 GATHER_PATIENCE = 2
 """How many times the announced gather time a member waits for the roster."""
@@ -86,7 +86,8 @@ class Member:
     def answer(self, now: float, coordinator: PeerId, call: Call, mine: Iterable[UnitId]) -> None:
         """Take a snapshot for this call; `took_snapshot` goes on."""
         heads = self._context.ledger.heads()
-        deadline = now + GATHER_PATIENCE * call.seconds
+        # anyone may call, so the caller's seconds count no more than the manifest's
+        deadline = now + GATHER_PATIENCE * min(call.seconds, self._context.settings.gather_seconds)
         bases = {unit: heads[unit] for unit in mine}
         self.joining = Joining(coordinator, call.round, call.attempt, deadline, bases)
         self._context.emit(TakeSnapshot(call.round))
@@ -96,21 +97,28 @@ class Member:
         joining = self.joining
         if joining is None or joining.round != round_ or joining.tokens is not None:
             return None
-        joining.tokens, joining.steps = self._tokens, self._steps
+        joining.tokens, joining.steps = min(self._tokens, MAX_TOKENS), self._steps
         units = {unit: HeadInfo.of(head) for unit, head in joining.bases.items()}
         return Join(round=round_, attempt=joining.attempt, tokens=joining.tokens, units=units)
 
     def expects(self, roster: Roster) -> bool:
         """Whether this is the roster that we joined."""
         joining = self.joining
-        asked = joining and (joining.coordinator, joining.round, joining.attempt, joining.tokens)
+        if joining is None or joining.tokens is None:
+            return False
+        asked = (joining.coordinator, joining.round, joining.attempt, joining.tokens)
         return asked == (roster.coordinator, roster.round, roster.attempt, roster.tokens.get(self._context.me))
 
     def enlisted(self, roster: Roster) -> bool:
         """The roster is out: our work up to the snapshot is in it. False if it says what we did not offer."""
         joining = self.joining
-        mine = {unit for unit, row in roster.units.items() if self._context.me in row.contributors}
-        if joining is None or not mine <= set(joining.bases) or not set(roster.units) <= set(self._context.sizes):
+        mine = {unit: row.head.head() for unit, row in roster.units.items() if self._context.me in row.contributors}
+        # also from the states that we offered: the snapshot belongs to them
+        if (
+            joining is None
+            or not mine.items() <= joining.bases.items()
+            or not roster.units.keys() <= self._context.sizes.keys()
+        ):
             return False
         self._steps -= joining.steps
         self._tokens -= joining.tokens or 0

@@ -11,17 +11,25 @@ from types import MappingProxyType
 from typing import Annotated, Any
 
 from blake3 import blake3
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from spesd.sync.ledger import Contributor, Entry, Head
 
-MAX_ROUND = 1 << 40
+MAX_ROUND = 1 << 24
+MAX_TOKENS = 1 << 28
+"""Most tokens that a peer may bring to one round."""
+
 MAX_PEERS = 4096
 MAX_UNITS = 8192
 MAX_ENTRIES = 4096
+MAX_CONTRIBUTORS = 1024
+
+MAX_ROUND_WEIGHT = MAX_TOKENS * MAX_CONTRIBUTORS
+"""Most weight that one round can add to a chain; with MAX_ROUND of them the sum still fits a `Count`."""
 
 Round = Annotated[int, Field(ge=0, le=MAX_ROUND)]
 Count = Annotated[int, Field(ge=0, le=1 << 62)]
+Tokens = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Peer = Annotated[str, Field(min_length=1, max_length=96, pattern=r"^[A-Za-z0-9_-]+$")]
 UnitName = Annotated[str, Field(pattern=r"^(shared|expert)-[0-9]{1,5}$")]
@@ -64,7 +72,7 @@ class EntryInfo(Message):
     after: HeadInfo
     packet: Hash
     size: Annotated[int, Field(ge=1, le=1 << 40)]
-    contributors: Annotated[list[ContributorInfo], Field(min_length=1, max_length=1024)]
+    contributors: Annotated[list[ContributorInfo], Field(min_length=1, max_length=MAX_CONTRIBUTORS)]
 
     @classmethod
     def of(cls, entry: Entry) -> EntryInfo:
@@ -99,7 +107,7 @@ class Join(Message):
 
     round: Round
     attempt: Count
-    tokens: Count
+    tokens: Tokens
     units: Annotated[dict[UnitName, HeadInfo], Field(max_length=MAX_UNITS)]
 
 
@@ -107,7 +115,7 @@ class RosterUnit(Message):
     """One unit of a roster: the state from which the round starts, and who contributes."""
 
     head: HeadInfo
-    contributors: Annotated[list[Peer], Field(min_length=1, max_length=1024)]
+    contributors: Annotated[list[Peer], Field(min_length=1, max_length=MAX_CONTRIBUTORS)]
 
 
 class Roster(Message):
@@ -116,8 +124,15 @@ class Roster(Message):
     round: Round
     attempt: Count
     coordinator: Peer
-    tokens: Annotated[dict[Peer, Count], Field(min_length=1, max_length=MAX_PEERS)]
+    tokens: Annotated[dict[Peer, Tokens], Field(min_length=1, max_length=MAX_PEERS)]
     units: Annotated[dict[UnitName, RosterUnit], Field(max_length=MAX_UNITS)]
+
+    @model_validator(mode="after")
+    def _contributors_are_members(self) -> Roster:
+        for unit, row in self.units.items():
+            if len(set(row.contributors)) < len(row.contributors) or not self.tokens.keys() >= set(row.contributors):
+                raise ValueError(f"units.{unit}: a contributor is listed twice or is no member")
+        return self
 
     def canonical_bytes(self) -> bytes:
         """What is hashed and signed."""

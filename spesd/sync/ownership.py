@@ -68,8 +68,9 @@ class Ownership:
         target = min(sorted(due), key=lambda e: counts[e])
         crowded = [e for e in sorted(owned) if counts[e] >= counts[target] + 2]
         for expert in sorted(crowded, key=lambda e: -counts[e]):
-            # of all owners of a crowded expert one is to move, and everybody agrees which
-            if rank(f"{self._run}|move|{expert}|{target}", [*others[expert], self._me])[0] == self._me:
+            # of all owners of a crowded expert that can move one is to, and everybody agrees which
+            able = [*(others[expert] - others[target]), self._me]
+            if rank(f"{self._run}|move|{expert}|{target}", able)[0] == self._me:
                 self._needy_since.pop(target)
                 return expert, target
         return None

@@ -15,10 +15,10 @@ from blake3 import blake3
 
 from spesd.sync.codec import CODECS, Codec, Values
 from spesd.sync.ledger import Contributor
+from spesd.sync.messages import MAX_CONTRIBUTORS
 
 MAGIC = b"SPES"
 FORMAT = 1
-MAX_CONTRIBUTORS = 1024
 MAX_CONTRIBUTORS_BYTES = MAX_CONTRIBUTORS * 192
 NO_HASH = "0" * 64
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from spesd.config.manifest import SyncConfig
 from spesd.sync.catchup import CatchUp
-from spesd.sync.context import Context, Signer
+from spesd.sync.context import MAX_HINT_JUMP, Context, Signer
 from spesd.sync.coordinator import Coordinator
-from spesd.sync.effects import Adopt, Commit, Discard, Effect, Encode, Reduce
+from spesd.sync.effects import Adopt, Commit, Effect, Encode, Reduce
 from spesd.sync.ledger import Chain, Entry, Head, Ledger, PeerId, UnitId, is_better
 from spesd.sync.member import Member
 from spesd.sync.messages import (
@@ -33,9 +33,6 @@ from spesd.sync.packet import codec_of
 from spesd.sync.pipeline import Pipeline
 from spesd.sync.round import Round
 from spesd.sync.work import OwnWork
-
-MAX_ROUND_JUMP = 100_000
-"""A round number further ahead than this is not believed."""
 
 MAX_EARLY = 4096
 """Contributions that are kept while the roster to which they belong is still on its way to us."""
@@ -115,8 +112,10 @@ class SyncPeer:
     # The world -------------------------------------------------------------------------------------------------------
 
     def on_owned(self, experts: Iterable[UnitId]) -> None:
-        """We train these experts from now on."""
-        self.context.owned = frozenset(experts)
+        """We train these experts from now on. The work on those that we give up is gone."""
+        owned = frozenset(experts)
+        self._lost_work(self.context.owned - owned)
+        self.context.owned = owned
 
     def on_live(self, now: float, peers: Iterable[PeerId]) -> None:
         """The directory's view of who is here."""
@@ -126,14 +125,13 @@ class SyncPeer:
     def on_unreachable(self, now: float, peer: PeerId) -> None:
         """A message to `peer` could not be delivered."""
         self._heard.pop(peer, None)
-        if peer in self.context.live:
-            self.member.lost(now, peer)
-            self.context.live.discard(peer)
-            self.coordinator.lost(peer)
-            self.catchup.lost(peer)
-            for round_ in self.rounds.values():
-                round_.lost(now, peer)
-            self.on_time(now)
+        self.member.lost(now, peer)
+        self.context.live.discard(peer)
+        self.coordinator.lost(peer)
+        self.catchup.lost(peer)
+        for round_ in self.rounds.values():
+            round_.lost(now, peer)
+        self.on_time(now)
 
     def on_time(self, now: float) -> None:
         """Do what is due. Call at `deadline()` or a little later."""
@@ -141,6 +139,9 @@ class SyncPeer:
             round_.tick(now)
         self._close_rounds(now)
         self.member.expire(now)
+        if self.member.joining is None and self._early:
+            early, self._early = self._early, []
+            self.pipeline.discard(blob for *_, blob in early)
         if self.settled:
             pending, self._pending = self._pending, None
             if pending is not None and now < pending.until:
@@ -164,7 +165,7 @@ class SyncPeer:
         """The trainer is there and loaded, or it is gone, and with it all work that was not accepted."""
         self.training = training
         if not training:
-            self._discard(self.work.clear())
+            self._lost_work(self.context.sizes)
             self.member.reset()
         self.on_time(now)
 
@@ -185,20 +186,25 @@ class SyncPeer:
 
     def on_encoded(self, now: float, effect: Encode, blob: str | None) -> None:
         """A contribution is encoded; None if the unit's state has moved on."""
+        if blob is not None and not (self.training and effect.unit in self.trained):
+            # the parameters from which it was made are gone
+            self.pipeline.discard([blob])
+            blob = None
         if blob is not None:
-            self._discard(self.work.offered(effect.unit, blob))
+            self.pipeline.discard(self.work.offered(effect.unit, blob))
         round_ = self.rounds.get(effect.round)
         if round_ is not None and round_.hash == effect.roster:
             round_.encoded(now, effect.unit, blob)
 
     def on_reduced(self, now: float, effect: Reduce, entry: Entry | None, refused: Mapping[PeerId, str]) -> None:
         """A packet is made; None if no contribution passed. `refused` gives the reason by peer."""
+        round_ = self.rounds.get(effect.round)
+        if round_ is None or round_.hash != effect.roster:
+            # contributions are dropped with their round, so what is missing now is nobody's fault
+            return
         for peer, reason in refused.items():
             if peer != self.context.me:
                 self.context.strike(peer, f"contribution to {effect.unit} in round {effect.round}: {reason}")
-        round_ = self.rounds.get(effect.round)
-        if round_ is None or round_.hash != effect.roster:
-            return
         round_.reduced(effect.unit, entry)
         if entry is not None and entry.before == self.ledger[entry.unit].head and self.pipeline.commit_own(entry):
             self._made.add(entry.packet)
@@ -208,6 +214,8 @@ class SyncPeer:
     def on_fetched(self, now: float, unit: UnitId, ok: bool) -> None:
         """A blob of `Fetch` is here, or cannot be had from anyone asked."""
         self.pipeline.fetched(unit, ok)
+        if not ok:
+            self.catchup.failed(unit)
         self.on_time(now)
 
     def on_committed(self, now: float, effect: Commit, ok: bool) -> None:
@@ -217,6 +225,8 @@ class SyncPeer:
             self._moved(entry.unit, entry.after)
             if entry.packet in self._made:
                 self._announce(entry)
+        else:
+            self.catchup.failed(entry.unit)
         self._made.discard(entry.packet)
         self.on_time(now)
 
@@ -224,6 +234,8 @@ class SyncPeer:
         """A full state is applied; not `ok` if it did not verify."""
         if self.pipeline.adopted(effect, ok):
             self._moved(effect.unit, effect.head)
+        else:
+            self.catchup.failed(effect.unit)
         self.on_time(now)
 
     # Messages --------------------------------------------------------------------------------------------------------
@@ -237,6 +249,8 @@ class SyncPeer:
         joining = self.member.joining
         if joining is None or joining.round != round_ or len(self._early) >= MAX_EARLY or unit not in joining.bases:
             return f"round {round_} is not open here"
+        if any(row[:3] == (round_, sender, unit) for row in self._early):
+            return f"a contribution of round {round_} is kept already"
         self._early.append((round_, sender, unit, blob))
         return None
 
@@ -271,18 +285,19 @@ class SyncPeer:
         newest = self.context.newest_round
         if ready.round <= newest:
             self.context.send(sender, self.catchup.my_heads(reply=True))
-        elif ready.round <= newest + MAX_ROUND_JUMP:
+        elif ready.round <= newest + MAX_HINT_JUMP:
             self.coordinator.wanted(now, ready.round)
 
     def _called(self, now: float, sender: PeerId, call: Call) -> None:
         newest = self.context.newest_round
         if call.round <= newest and sender != self.context.me:
             self.context.send(sender, self.catchup.my_heads(reply=True))
-        able = self._can_join and newest < call.round <= newest + MAX_ROUND_JUMP
+        able = self._can_join and newest < call.round <= newest + MAX_HINT_JUMP
         if not able or not self.member.can_answer(sender):
             self._answer(now, sender, Join(round=call.round, attempt=call.attempt, tokens=0, units={}))
         elif not self.settled:
-            self._pending = _PendingCall(sender, call, now + call.seconds)
+            seconds = min(call.seconds, self.context.settings.gather_seconds)
+            self._pending = _PendingCall(sender, call, now + seconds)
         else:
             self.member.answer(now, sender, call, sorted(self.trained))
 
@@ -310,8 +325,8 @@ class SyncPeer:
         round_.start()
         early, self._early = self._early, []
         for number, peer, unit, blob in early:
-            if number == roster.round:
-                round_.contribution(now, peer, unit, blob)
+            if number != roster.round or round_.contribution(now, peer, unit, blob) is not None:
+                self.pipeline.discard([blob])
         for unit, row in roster.units.items():
             self.catchup.heard(row.contributors[0], {unit: row.head.head()})
 
@@ -322,7 +337,9 @@ class SyncPeer:
         except ValueError as error:
             self.context.strike(sender, str(error))
             return
-        if entry.unit not in self.context.sizes or not is_better(entry.after, self.ledger[entry.unit].head):
+        if entry.unit not in self.context.sizes or not self.context.believes(entry.after):
+            return
+        if not is_better(entry.after, self.ledger[entry.unit].head):
             return
         round_ = self.rounds.get(entry.after.version)
         if round_ is not None and round_.accepts(entry):
@@ -335,7 +352,7 @@ class SyncPeer:
     def _heads(self, sender: PeerId, message: Heads) -> None:
         heads = {unit: info.head() for unit, info in message.heads.items()}
         newest = self.context.newest_round
-        self.context.newest_round = max(newest, min(message.round, newest + MAX_ROUND_JUMP))
+        self.context.newest_round = max(newest, min(message.round, newest + MAX_HINT_JUMP))
         self.catchup.heard(sender, heads)
         if not message.reply and self.catchup.has_better_than(heads):
             self.context.send(sender, self.catchup.my_heads(reply=True))
@@ -356,6 +373,11 @@ class SyncPeer:
         if signed is not None:
             self._roster(now, self.context.me, signed)
 
+    def _lost_work(self, units: Iterable[UnitId]) -> None:
+        for round_ in self.rounds.values():
+            round_.withdraw(units)
+        self.pipeline.discard(self.work.clear(units))
+
     def _moved(self, unit: UnitId, head: Head) -> None:
         self.context.newest_round = max(self.context.newest_round, head.version)
         for round_ in self.rounds.values():
@@ -371,8 +393,4 @@ class SyncPeer:
         for number in [number for number, round_ in self.rounds.items() if round_.over]:
             round_ = self.rounds.pop(number)
             self.context.emit(round_.report(now))
-            self._discard(round_.received_from_others())
-
-    def _discard(self, blobs: list[str]) -> None:
-        if blobs:
-            self.context.emit(Discard(tuple(blobs)))
+            self.pipeline.discard(round_.received_from_others())

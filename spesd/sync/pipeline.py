@@ -7,7 +7,7 @@ better head, by announcement or by asking, puts its steps here; a step that fail
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from spesd.sync.codec import Codec
@@ -80,9 +80,9 @@ class Pipeline:
             return False
         chain = self._context.ledger[entry.unit]
         chain.append(entry)
-        self._discard(self._work.committed(entry, effect.accepted))
+        self.discard(self._work.committed(entry, effect.accepted))
         if effect.anchor:
-            self._discard(chain.add_anchor())
+            self.discard(chain.add_anchor())
         self._next(entry.unit)
         return True
 
@@ -91,10 +91,17 @@ class Pipeline:
         if not ok:
             self._ways.pop(effect.unit, None)
             return False
-        self._discard(self._context.ledger[effect.unit].reset(effect.head))
-        self._discard(self._work.adopted(effect.unit, effect.head.version, effect.accepted, effect.returned))
+        self.discard(self._context.ledger[effect.unit].reset(effect.head))
+        self.discard(self._work.adopted(effect.unit, effect.head.version, effect.accepted, effect.returned))
         self._next(effect.unit)
         return True
+
+    def discard(self, blobs: Iterable[str]) -> None:
+        """Give up blobs, but for those that a chain or our own work still needs: equal bytes are one blob."""
+        dropped = set(blobs)
+        dropped -= self._work.blobs() | self._context.ledger.blobs() if dropped else set()
+        if dropped:
+            self._context.emit(Discard(tuple(sorted(dropped))))
 
     def _next(self, unit: UnitId) -> None:
         way = self._ways.get(unit)
@@ -127,7 +134,3 @@ class Pipeline:
         else:
             accepted, returned = self._work.moved(unit, step.common, step.entries)
             context.emit(Adopt(unit, step.head, accepted, returned))
-
-    def _discard(self, blobs: list[str]) -> None:
-        if blobs:
-            self._context.emit(Discard(tuple(blobs)))

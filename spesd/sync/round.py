@@ -88,10 +88,20 @@ class Round:
             return "not a contributor to this reducer in this round"
         if state.entry is not None:
             self._context.send(sender, Announce(entries=[EntryInfo.of(state.entry)]))
-        elif sender not in state.received:
-            state.received[sender] = blob
-            self._maybe_reduce(now, unit)
+            return "the unit's packet is made"
+        if not state.open or state.received.setdefault(sender, blob) != blob:
+            return "the unit is closed, or has another contribution of this peer"
+        self._maybe_reduce(now, unit)
         return None
+
+    def withdraw(self, units: Iterable[UnitId]) -> None:
+        """Our contributions to `units` are gone: neither reduce them nor give them to a further reducer."""
+        me = self._context.me
+        for unit in self.units.keys() & set(units):
+            state = self.units[unit]
+            state.blob = None
+            state.weights.pop(me, None)
+            state.received.pop(me, None)
 
     def reduced(self, unit: UnitId, entry: Entry | None) -> None:
         """Our reduction is done; `entry` is None if no contribution passed the checks."""
@@ -145,15 +155,15 @@ class Round:
             if now >= self.started + self.stage_seconds * (state.stage + 1) and state.entry is None:
                 self._next_stage(unit)
             self._maybe_reduce(now, unit)
-            if now >= self._end:
+            if now >= self._end(state):
                 who = state.reducers[-1] if state.reducers else "nobody"
                 state.report = UnitReport(Outcome.UNCHANGED, (), f"no packet from {who} by the deadline")
 
     # What it looks like ----------------------------------------------------------------------------------------------
 
-    @property
-    def _end(self) -> float:
-        return self.started + self.stage_seconds * MAX_STAGES
+    def _end(self, state: UnitRound) -> float:
+        """When a unit is given up: once each of its reducers has had its stage."""
+        return self.started + self.stage_seconds * max(1, len(state.reducers))
 
     @property
     def over(self) -> bool:
@@ -194,7 +204,7 @@ class Round:
     def _close_time(self, state: UnitRound) -> float:
         stage = min(state.stage, MAX_STAGES - 1)
         if state.entry is not None or state.stage >= len(state.reducers):
-            return self._end
+            return self._end(state)
         if state.reducer == self._context.me and not state.reducing:
             return self.started + self.stage_seconds * stage + self._context.settings.contribute_seconds
         return self.started + self.stage_seconds * (stage + 1)

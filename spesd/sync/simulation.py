@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,6 +57,7 @@ class Node:
         self.step_seconds = world.random.uniform(*world.conditions.step_seconds)
         self.rounds: list[fx.RoundEnded] = []
         self.strikes: list[fx.Strike] = []
+        self.up_bytes = self.down_bytes = 0
         self._wake: float | None = None
 
     def _rebuild(self, unit: UnitId, chain: Chain) -> None:
@@ -104,6 +105,7 @@ class Node:
         """One step of the trainer, at its own pace."""
         if self.alive:
             self.trainer.step()
+            self.world.tokens += self.trainer.tokens_per_step
             self.peer.on_progress(self.world.now, 1, self.trainer.tokens_per_step)
             self.drain()
             self.world.after(self.step_seconds, self.step)
@@ -142,6 +144,7 @@ class Node:
                 world.deliver(self, effect.to, lambda node: node.peer.on_message(world.now, self.name, effect.message))
             case fx.SendContribution():
                 data = self.blobs.get(effect.blob)
+                self.up_bytes += len(data)
                 world.deliver(self, effect.to, lambda node: node.receive(self.name, effect, data))
             case fx.TakeSnapshot():
                 self.trainer.take_snapshot(effect.round, lambda: peer.on_snapshot(world.now, effect.round))
@@ -168,6 +171,7 @@ class Node:
                 self.trainer.round_ended(effect)
 
     def receive(self, sender: PeerId, effect: fx.SendContribution, data: bytes) -> None:
+        self.down_bytes += len(data)
         blob = self.blobs.put(data)
         self.peer.on_contribution(self.world.now, sender, effect.round, effect.unit, blob)
 
@@ -209,7 +213,10 @@ def toy_trainer(node: Node) -> ToyTrainer:
 
 
 class World:
-    """Clock, network and directory of a simulated swarm. `trace` is a hash over everything that was committed."""
+    """Clock, network and directory of a simulated swarm. `trace` is a hash over everything that was committed.
+
+    `tokens` counts those of all trainers. `make_trainer` gives a node its trainer.
+    """
 
     def __init__(
         self,
@@ -223,6 +230,7 @@ class World:
         self.sizes, self.settings, self.conditions = dict(sizes), settings, conditions
         self.random = random.Random(seed)
         self.now = 0.0
+        self.tokens = 0
         self.nodes: dict[PeerId, Node] = {}
         self.partition: dict[PeerId, int] = {}
         self._trace = blake3()
@@ -259,13 +267,21 @@ class World:
 
     def found(self, name: PeerId, budget: int) -> Node:
         """The first peer: it makes the genesis states."""
-        blobs, chains = MemoryBlobs(), {}
         generator = np.random.default_rng(self.random.randrange(2**32))
-        for unit, size in self.sizes.items():
-            values = generator.standard_normal(size).astype(np.float32)
+        genesis = {unit: generator.standard_normal(size).astype(np.float32) for unit, size in self.sizes.items()}
+        return self.place(name, budget, genesis)
+
+    def place(
+        self, name: PeerId, budget: int, genesis: Mapping[UnitId, Values], owned: Set[UnitId] = frozenset()
+    ) -> Node:
+        """A peer that has the genesis states, and these experts, from the start."""
+        blobs, chains = MemoryBlobs(), {}
+        for unit, values in genesis.items():
             blobs.put(values.tobytes())
             chains[unit] = Chain([Head(0, state_hash(values), 0)])
-        return self._add(Node(self, name, budget, chains, blobs))
+        node = self._add(Node(self, name, budget, chains, blobs))
+        node.peer.on_owned(owned)
+        return node
 
     def join(self, name: PeerId, budget: int) -> Node:
         """A peer that knows nothing."""
@@ -334,6 +350,8 @@ class World:
                     data = source.blobs.data.get(effect.blob)
                     if data is not None and len(data) <= effect.size:
                         node.blobs.put(data)
+                        source.up_bytes += len(data)
+                        node.down_bytes += len(data)
                         found = True
             node.peer.on_fetched(self.now, effect.unit, found)
             node.drain()

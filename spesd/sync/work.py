@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from spesd.sync.ledger import Entry, Head, PeerId, UnitId
 
 MAX_OFFERED = 8
-"""Contributions of one unit that may still be accepted; a new one normally replaces all before it."""
+"""Contributions of one unit, beside as many as a lost fork can return, that may still be accepted."""
 
 
 class OwnWork:
@@ -21,6 +21,7 @@ class OwnWork:
     def __init__(self, me: PeerId, keep_rounds: int) -> None:
         self._me = me
         self._keep = keep_rounds
+        self._most = MAX_OFFERED + keep_rounds
         self._offered: defaultdict[UnitId, list[str]] = defaultdict(list)
         self._accepted: defaultdict[UnitId, list[tuple[int, str]]] = defaultdict(list)
 
@@ -29,7 +30,7 @@ class OwnWork:
         row = self._offered[unit]
         if blob not in row:
             row.append(blob)
-        dropped, self._offered[unit] = row[:-MAX_OFFERED], row[-MAX_OFFERED:]
+        dropped, self._offered[unit] = row[: -self._most], row[-self._most :]
         return dropped
 
     def accepted_by(self, entry: Entry) -> tuple[str, ...]:
@@ -39,9 +40,7 @@ class OwnWork:
     def committed(self, entry: Entry, accepted: Iterable[str]) -> list[str]:
         """The entry is part of our chain. Returns blobs that are no longer needed."""
         unit, version = entry.unit, entry.after.version
-        for blob in accepted:
-            self._offered[unit].remove(blob)
-            self._accepted[unit].append((version, blob))
+        self._accept(unit, version, accepted)
         return self._forget(unit, version - self._keep)
 
     def moved(self, unit: UnitId, common: Head | None, entries: Iterable[Entry]) -> tuple[tuple[str, ...], ...]:
@@ -53,26 +52,36 @@ class OwnWork:
             return (), ()
         ours = [blob for version, blob in self._accepted[unit] if version > common.version]
         known = set(ours) | set(self._offered[unit])
-        theirs = [c.blob for entry in entries for c in entry.contributors if c.peer == self._me and c.blob in known]
+        named = (c.blob for entry in entries for c in entry.contributors if c.peer == self._me and c.blob in known)
+        theirs = tuple(dict.fromkeys(named))
         return tuple(b for b in theirs if b not in ours), tuple(b for b in ours if b not in theirs)
 
     def adopted(self, unit: UnitId, version: int, accepted: Iterable[str], returned: Iterable[str]) -> list[str]:
         """The move is done. Returned work may be accepted again by what follows. Returns blobs no longer needed."""
         gone = set(returned)
-        for blob in accepted:
-            self._offered[unit].remove(blob)
-            self._accepted[unit].append((version, blob))
+        self._accept(unit, version, accepted)
         self._accepted[unit] = [row for row in self._accepted[unit] if row[1] not in gone]
         dropped = [old for blob in returned for old in self.offered(unit, blob)]
         return dropped + self._forget(unit, version - self._keep)
 
-    def clear(self) -> list[str]:
-        """The trainer lost its parameters: nothing of ours is in them any more. Returns blobs no longer needed."""
-        blobs = [blob for row in self._offered.values() for blob in row]
-        blobs += [blob for rows in self._accepted.values() for _, blob in rows]
-        self._offered.clear()
-        self._accepted.clear()
-        return blobs
+    def clear(self, units: Iterable[UnitId]) -> list[str]:
+        """The trainer lost its parameters of `units`: nothing of ours is in them. Returns blobs no longer needed."""
+        dropped: list[str] = []
+        for unit in units:
+            dropped += self._offered.pop(unit, [])
+            dropped += [blob for _, blob in self._accepted.pop(unit, [])]
+        return dropped
+
+    def blobs(self) -> set[str]:
+        """Contributions that may still be accepted or returned."""
+        accepted = {blob for rows in self._accepted.values() for _, blob in rows}
+        return accepted | {blob for row in self._offered.values() for blob in row}
+
+    def _accept(self, unit: UnitId, version: int, blobs: Iterable[str]) -> None:
+        # what was cleared while the step was under way is not ours any more
+        for blob in set(blobs) & set(self._offered[unit]):
+            self._offered[unit].remove(blob)
+            self._accepted[unit].append((version, blob))
 
     def _forget(self, unit: UnitId, before: int) -> list[str]:
         rows = self._accepted[unit]

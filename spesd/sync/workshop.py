@@ -20,6 +20,9 @@ from spesd.sync.effects import Adopt, Commit, Encode, Reduce
 from spesd.sync.ledger import Contributor, Entry, Head, PeerId, UnitId
 from spesd.sync.rebase import shift
 
+PACKET_SLACK = 2.0
+"""A packet may be this many times `max_delta_rms`: the mean of what passed the gate, and what its codec adds."""
+
 
 class Blobs(Protocol):
     """Bytes by their blake3 hash (hex)."""
@@ -117,8 +120,11 @@ class Workshop:
         told = (header.from_version, header.round, header.before, header.after, header.contributors)
         if told != (entry.before.version, entry.after.version, entry.before.hash, entry.after.hash, entry.contributors):
             raise Rejected(f"packet {entry.packet[:12]} of {unit} says something else than its entry")
-        old = self.agreed[unit]
-        new = old + update
+        try:
+            aggregate.check(update, self._sizes[unit], PACKET_SLACK * self._settings.max_delta_rms)
+        except aggregate.Refused as error:
+            raise Rejected(f"packet {entry.packet[:12]} of {unit}: {error}") from None
+        new = self.agreed[unit] + update
         return self._replace(unit, entry.after, new, effect.accepted, (), keep=effect.anchor)
 
     def adopt(self, effect: Adopt) -> Values:
@@ -128,6 +134,8 @@ class Workshop:
         if len(data) != 4 * size:
             raise Rejected(f"state of {effect.unit} has {len(data)} bytes, not {4 * size}")
         new = np.frombuffer(data, "<f4").astype(np.float32)
+        if not np.isfinite(aggregate.rms(new)):
+            raise Rejected(f"state of {effect.unit} is not finite")
         return self._replace(effect.unit, effect.head, new, effect.accepted, effect.returned, keep=False)
 
     def restore(self, unit: UnitId, head: Head, values: Values) -> None:

@@ -6,8 +6,9 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from spesd.train.link import Progress
 
@@ -92,6 +93,12 @@ class Meters:
 
 
 def peak_rss_bytes() -> int:
-    """Largest resident memory that this process has had."""
+    """Largest resident memory that this process has had.
+
+    On Linux from the process's own high-water mark: `ru_maxrss` outlives exec, and would tell the parent's.
+    """
+    with suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("VmHWM:")).split()[1])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -16,7 +16,8 @@ from structlog.testing import capture_logs
 from swarm_harness import RUN, StartTransport, eventually, existing, raw_stream
 
 from spesd.swarm.errors import PeerMisbehaved, PeerRefused, PeerTimeout, PeerUnreachable, Refused
-from spesd.swarm.p2pd import TransportConfig, remove_stale_sockets, with_fixed_ports
+from spesd.swarm.p2pd import TransportConfig, with_fixed_ports
+from spesd.swarm.socket_files import remove_stale_sockets
 from spesd.swarm.streams import Reply, StreamLimits
 from spesd.swarm.transport import Transport, protocol_name
 from spesd.swarm.wire import MAX_HEADER_BYTES, encode_header, pack
@@ -313,7 +314,7 @@ async def test_p2pd_ends_when_its_daemon_is_killed(tmp_path: Path) -> None:
         return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
     await eventually(gone)
-    remove_stale_sockets(TransportConfig(tmp_path / "key"))
+    remove_stale_sockets(tmp_path / "key")
 
 
 async def test_sockets_of_a_killed_daemon_are_removed_by_its_next_start(tmp_path: Path) -> None:

@@ -1,0 +1,64 @@
+"""`python -m bench [NAME ...]`: run the named benches, or all; tables for people, one JSON object as the last line."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+
+from bench.report import Result
+from spesd.cli.console import console, talk
+from spesd.cli.fleet import Interrupted, Interruptible
+from spesd.config.errors import ExitCode, ExpectedError
+
+BENCHES = {
+    "trainer": "what rounds cost a trainer in tokens per second",
+    "memory": "memory of a trainer that owns 2 of 8 experts, beside what the formula predicts",
+    "step": "speed of the expert layer, beside the plain loop over experts",
+}
+"""Each name is a module of this package with `run(signals: Interruptible) -> Result`.
+
+A module is imported only when its turn comes; `step` stands last, because it loads torch into this process.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run benches; the exit code is 0 only if every one ran and met its targets."""
+    names = _parse(argv)
+    results: dict[str, Result] = {}
+    try:
+        with Interruptible() as signals:
+            for name in names:
+                talk(f"bench {name}: {BENCHES[name]}")
+                results[name] = importlib.import_module(f"bench.{name}").run(signals)
+                console().print(results[name].table())
+    except Interrupted as interrupted:
+        talk(f"{interrupted}; everything that was started is stopped")
+        return interrupted.exit_code
+    except ExpectedError as error:
+        talk(str(error))
+        return error.exit_code
+    for name, result in results.items():
+        for target in (target for target, met in result.targets.items() if not met):
+            talk(f"bench {name}: target {target!r} is not met")
+    print(json.dumps({name: result.model_dump(mode="json") for name, result in results.items()}))
+    return ExitCode.OK if all(result.met for result in results.values()) else ExitCode.RUNTIME
+
+
+def _parse(argv: Sequence[str] | None) -> tuple[str, ...]:
+    """Names of the benches to run, in the order of the registry."""
+    listing = "\n".join(f"  {name:8} {what}" for name, what in BENCHES.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m bench", epilog=f"benches:\n{listing}", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="benches to run; all of them by default")
+    names = parser.parse_args(argv).names
+    if unknown := [name for name in names if name not in BENCHES]:
+        parser.error(f"unknown bench {unknown[0]!r}; there are {', '.join(BENCHES)}")
+    return tuple(name for name in BENCHES if not names or name in names)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
