@@ -11,13 +11,14 @@ import torch
 
 from bench.quality.learner import Evaluator, Learner
 from bench.quality.text import Text, load_text
-from spesd.config.manifest import DataConfig, Draft, ModelConfig, OptimizerConfig, SyncConfig
+from spesd.config.manifest import DataConfig, Draft, MergeConfig, ModelConfig, OptimizerConfig, SyncConfig
 from spesd.daemon.budget import FROZEN_BYTES, TRAINED_BYTES
 from spesd.model.genesis import initial_state
 from spesd.model.units import UnitLayout
 from spesd.sync.codec import Values
 from spesd.sync.effects import RoundEnded
 from spesd.sync.ledger import UnitId
+from spesd.sync.merge import Merging
 from spesd.sync.simulation import Conditions, Node, World
 from spesd.sync.toys import Move
 
@@ -36,6 +37,7 @@ class Row:
     every: int = 5
     owned: int = 2
     sync: Mapping[str, Any] = field(default_factory=dict)
+    merge: Mapping[str, Any] = field(default_factory=dict)
     optimizer: Mapping[str, Any] = field(default_factory=dict)
     delay: tuple[float, float] = (0.01, 0.05)
     speeds: tuple[float, ...] = (1.0,) * PEERS
@@ -82,6 +84,7 @@ def draft_for(row: Row, setting: Setting, seed: int) -> Draft:
         optimizer=OptimizerConfig(**optimizer | dict(row.optimizer)),
         data=DataConfig(sequence_length=128, held_out_sequences=64),
         sync=SyncConfig(**sync | dict(row.sync)),
+        merge=MergeConfig(**row.merge),
     )
 
 
@@ -247,7 +250,12 @@ def swarm(experiment: Experiment) -> list[Point]:
     sizes = {unit.id: unit.size for unit in layout.units}
     conditions = Conditions(delay=row.delay, step_seconds=(1.0, 1.0))
     world = World(
-        sizes, experiment.draft.sync, conditions, experiment.seed, lambda node: ModelTrainer(experiment, node)
+        sizes,
+        experiment.draft.sync,
+        conditions,
+        experiment.seed,
+        lambda node: ModelTrainer(experiment, node),
+        Merging(experiment.draft.merge, experiment.experts, experiment.draft.model.layers),
     )
     genesis = {unit: experiment.genesis[at : at + sizes[unit]] for unit, at in layout.offsets.items()}
     for peer, name in enumerate(experiment.names):

@@ -112,6 +112,16 @@ class SyncConfig(Section):
     evaluate_rounds: int = Field(default=1, ge=1, description="rounds between held-out evaluations")
 
 
+class MergeConfig(Section):
+    """Expert-merging warm-up (SPES, section 3.3): early on, experts move toward those most like them."""
+
+    interval: int = Field(default=0, ge=0, description="rounds between two merging rounds; 0: never")
+    alpha: float = Field(default=0.05, ge=0, lt=1, description="strength at round 0, of 0.05 in the authors' code")
+    decay_rounds: int = Field(default=100, ge=1, description="rounds in which the strength falls to 0")
+    top_k: int = Field(default=4, ge=1, description="most similar experts toward whose mean an expert moves")
+    projection: int = Field(default=0, ge=0, description="estimate likeness from so many values; 0: exactly")
+
+
 class OwnershipConfig(Section):
     """Who trains what."""
 
@@ -129,6 +139,7 @@ class Draft(Section):
     optimizer: OptimizerConfig
     data: DataConfig
     sync: SyncConfig
+    merge: MergeConfig = MergeConfig()
     ownership: OwnershipConfig = OwnershipConfig()
 
     @model_validator(mode="after")

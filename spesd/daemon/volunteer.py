@@ -30,6 +30,7 @@ from spesd.swarm.records import PeerRecord
 from spesd.swarm.transport import Transport
 from spesd.swarm.wire import WireError, pack, unpack
 from spesd.sync.ledger import Chain, Head, PeerId, UnitId
+from spesd.sync.merge import Merging
 from spesd.sync.ownership import Ownership
 from spesd.sync.peer import SyncPeer
 from spesd.sync.workshop import Workshop
@@ -94,7 +95,9 @@ class Volunteer:
         sizes = {unit.id: unit.size for unit in self._layout.units}
         run, me = manifest.run_id, identity.peer_id
         self.peer = SyncPeer(me, run, sizes, manifest.sync, IdentitySigner(identity), fresh_seed())
-        self.workshop = Workshop(run, sizes, manifest.sync, StoredBlobs(store.blobs))
+        experts = [unit.id for unit in self._layout.units if unit.kind == "expert"]
+        merging = Merging(manifest.merge, experts, manifest.model.layers)
+        self.workshop = Workshop(run, sizes, manifest.sync, StoredBlobs(store.blobs), merging)
         self.trainer = Trainer(config, manifest, state_dir, store, self.peer, self.workshop, self._tell)
         self.conductor = Conductor(self.peer, self.workshop, store, transport, exchange, self.trainer)
         rules = manifest.ownership

@@ -18,6 +18,7 @@ from spesd.config.manifest import SyncConfig
 from spesd.sync import effects as fx
 from spesd.sync.codec import Values
 from spesd.sync.ledger import Chain, Head, PeerId, UnitId
+from spesd.sync.merge import Merging
 from spesd.sync.ownership import Ownership
 from spesd.sync.peer import SyncPeer
 from spesd.sync.toys import MemoryBlobs, Move, SimulatedTrainer, ToySigner, ToyTrainer
@@ -48,7 +49,7 @@ class Node:
         self.peer = SyncPeer(
             name, RUN, world.sizes, world.settings, ToySigner(name), seed=world.random.randrange(2**32)
         )
-        self.workshop = Workshop(RUN, world.sizes, world.settings, blobs)
+        self.workshop = Workshop(RUN, world.sizes, world.settings, blobs, world.merging)
         self.peer.restore(chains)
         for unit, chain in chains.items():
             self._rebuild(unit, chain)
@@ -225,7 +226,9 @@ class World:
         conditions: Conditions,
         seed: int,
         make_trainer: Callable[[Node], SimulatedTrainer] = toy_trainer,
+        merging: Merging | None = None,
     ) -> None:
+        self.merging = merging
         self.make_trainer = make_trainer
         self.sizes, self.settings, self.conditions = dict(sizes), settings, conditions
         self.random = random.Random(seed)

@@ -18,6 +18,7 @@ from spesd.sync import aggregate, packet
 from spesd.sync.codec import Values
 from spesd.sync.effects import Adopt, Commit, Encode, Reduce
 from spesd.sync.ledger import Contributor, Entry, Head, PeerId, UnitId
+from spesd.sync.merge import Merging
 from spesd.sync.rebase import shift
 
 PACKET_SLACK = 2.0
@@ -57,13 +58,21 @@ class Workshop:
     `sizes` in layout order. Methods for different units may run in parallel, for one unit one at a time.
     """
 
-    def __init__(self, run: str, sizes: Mapping[UnitId, int], settings: SyncConfig, blobs: Blobs) -> None:
+    def __init__(
+        self,
+        run: str,
+        sizes: Mapping[UnitId, int],
+        settings: SyncConfig,
+        blobs: Blobs,
+        merging: Merging | None = None,
+    ) -> None:
         self._run = run
         self._sizes = sizes
         self._index = {unit: index for index, unit in enumerate(sizes)}
         self._settings = settings
         self._codec = packet.codec_of(settings.codec)
         self._blobs = blobs
+        self._merging = merging
         self.agreed: dict[UnitId, Values] = {}
         self._heads: dict[UnitId, Head] = {}
 
@@ -84,7 +93,7 @@ class Workshop:
         return self._blobs.put(packet.write(header, self._codec, self._codec.encode(delta)))
 
     def reduce(self, effect: Reduce) -> Reduced:
-        """Check contributions, take their weighted mean, write the canonical packet."""
+        """Check contributions, take their weighted mean, merge if it is time, write the canonical packet."""
         accepted: list[tuple[Values, int]] = []
         names: list[Contributor] = []
         refused: dict[PeerId, str] = {}
@@ -98,7 +107,11 @@ class Workshop:
                 refused[contributor.peer] = str(error)
         if not accepted:
             return Reduced(None, refused)
-        payload = self._codec.encode(aggregate.weighted_mean(accepted))
+        change = aggregate.weighted_mean(accepted)
+        merge = self._merging.update(effect.unit, effect.round, self.agreed) if self._merging else None
+        if merge is not None:
+            change += merge
+        payload = self._codec.encode(change)
         after = self.agreed[effect.unit] + self._codec.decode(payload, self._sizes[effect.unit])
         header = self._header(packet.Kind.PACKET, effect, effect.base, state_hash(after), tuple(names))
         data = packet.write(header, self._codec, payload)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from spesd.config.manifest import SyncConfig
+from spesd.config.manifest import MergeConfig, SyncConfig
 from spesd.sync.effects import Outcome
+from spesd.sync.merge import Merging
 from spesd.sync.simulation import Conditions, World
 
 SETTINGS = SyncConfig(
@@ -164,3 +165,24 @@ def test_a_poisoned_contribution_is_refused_and_named() -> None:
     world.run(20)
     assert all(np.isfinite(values).all() for node in world.alive for values in node.workshop.agreed.values())
     assert max(abs(values).max() for node in world.alive for values in node.workshop.agreed.values()) < 100
+
+
+def test_merging_rounds_keep_replicas_identical_and_bring_experts_together() -> None:
+    sizes = {"shared-0": 40} | {f"expert-{index}": 30 for index in range(8)}
+    experts = [unit for unit in sizes if unit.startswith("expert")]
+
+    def spread(interval: int) -> float:
+        config = MergeConfig(interval=interval, alpha=0.2, decay_rounds=1000, top_k=3)
+        merging = Merging(config, experts, layers=2)
+        world = World(sizes, SETTINGS, Conditions(), seed=5, merging=merging)
+        world.found("peer0", 3)
+        for index in range(1, 4):
+            world.join(f"peer{index}", 3)
+        world.run(80)
+        assert_invariant(world)
+        settle(world)
+        heads = [node.peer.ledger.heads() for node in world.alive]
+        assert all(row == heads[0] for row in heads)
+        return float(np.std([world.alive[0].workshop.agreed[unit] for unit in experts], axis=0).mean())
+
+    assert spread(interval=2) < 0.7 * spread(interval=0)
