@@ -27,6 +27,9 @@ CURVE_POINTS = 6
 WARMUP_STEPS = 20
 FP32 = 4
 
+MERGED_SHARE = 2 / 3
+"""Share of the steps after which merging has faded out, as in the first measurements."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -77,6 +80,7 @@ def draft_for(row: Row, setting: Setting, seed: int) -> Draft:
         "total_rounds": max(1, setting.steps // row.every),
         "sequences": 8,
     }
+    merge: dict[str, Any] = {"decay_rounds": max(1, round(MERGED_SHARE * setting.steps / row.every))}
     sync: dict[str, Any] = {"local_steps": row.every, "codec": "fp32", "shared_shards": PEERS, "gather_seconds": 2.5}
     return Draft(
         name="quality",
@@ -84,7 +88,9 @@ def draft_for(row: Row, setting: Setting, seed: int) -> Draft:
         optimizer=OptimizerConfig(**optimizer | dict(row.optimizer)),
         data=DataConfig(sequence_length=128, held_out_sequences=64),
         sync=SyncConfig(**sync | dict(row.sync)),
-        merge=MergeConfig(**row.merge),
+        merge=MergeConfig(
+            **{"decay_rounds": max(1, round(MERGED_SHARE * setting.steps / row.every))} | dict(row.merge)
+        ),
     )
 
 
