@@ -88,9 +88,7 @@ def draft_for(row: Row, setting: Setting, seed: int) -> Draft:
         optimizer=OptimizerConfig(**optimizer | dict(row.optimizer)),
         data=DataConfig(sequence_length=128, held_out_sequences=64),
         sync=SyncConfig(**sync | dict(row.sync)),
-        merge=MergeConfig(
-            **{"decay_rounds": max(1, round(MERGED_SHARE * setting.steps / row.every))} | dict(row.merge)
-        ),
+        merge=MergeConfig(**merge | dict(row.merge)),
     )
 
 
