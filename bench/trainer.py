@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
@@ -28,7 +28,7 @@ from spesd.cli.launch import Daemon
 if TYPE_CHECKING:
     from rich.table import Table
 
-WINDOW_SECONDS, PAIRS = 20.0, 2
+WINDOW_SECONDS, PAIRS = 20.0, 3
 """How long each measurement lasts, and how many there are of each kind."""
 
 READY_SECONDS = 120.0
@@ -146,7 +146,7 @@ def run(signals: Interruptible, seconds: float = WINDOW_SECONDS, pairs: int = PA
 
 def compare(without: Sequence[Window], together: Sequence[Window], pinned: bool) -> TrainerResult:
     """The figures over all windows, which last equally long."""
-    ratio = fmean(w.tokens_per_s for w in together) / fmean(w.tokens_per_s for w in without)
+    ratio = median(w.tokens_per_s for w in together) / median(w.tokens_per_s for w in without)
     snapshots, loads = fmean(w.snapshot_share for w in together), fmean(w.load_share for w in together)
     return TrainerResult(
         targets={
