@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from spesd.api.schema import Answer, Error, Experts, Peers, Rounds, Status, Stop
+from spesd.api.schema import Answer, Error, Experts, Losses, Peers, Rounds, Status, Stop
 from spesd.api.socket_path import find_socket_path
 from spesd.config.errors import ExitCode, ExpectedError
 
@@ -53,6 +53,9 @@ class Client:
 
     def rounds(self) -> Rounds:
         return self._ask("GET", "rounds", Rounds)
+
+    def loss(self) -> Losses:
+        return self._ask("GET", "loss", Losses)
 
     def stop(self) -> Stop:
         """Ask the daemon to drain and exit; returns at once."""

@@ -226,6 +226,12 @@ class Rounds(Answer):
     rounds: tuple[RoundRecord, ...] = ()
 
 
+class Losses(Answer):
+    """`GET /v1/loss`: held-out losses since the daemon started, oldest first; a long run keeps the newest 4096."""
+
+    points: tuple[HeldOut, ...] = ()
+
+
 class Stop(Answer):
     """`POST /v1/stop`: the daemon has begun to drain."""
 

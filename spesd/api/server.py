@@ -10,7 +10,7 @@ from typing import Protocol
 import structlog
 from aiohttp import web
 
-from spesd.api.schema import Answer, Error, Experts, Peers, Rounds, Status, Stop
+from spesd.api.schema import Answer, Error, Experts, Losses, Peers, Rounds, Status, Stop
 from spesd.api.socket_path import create_socket_path, peer_uid, remove_socket
 
 MAX_REQUEST_BYTES = 4096
@@ -31,6 +31,7 @@ class Provider(Protocol):
     def peers(self) -> Peers: ...
     def experts(self) -> Experts: ...
     def rounds(self) -> Rounds: ...
+    def loss(self) -> Losses: ...
     def stop(self) -> Stop: ...
 
 
@@ -63,7 +64,7 @@ class ApiServer:
 def build_app(provider: Provider) -> web.Application:
     """The routes; see `docs/api.md`."""
     app = web.Application(middlewares=[_json_errors, _own_user_only], client_max_size=MAX_REQUEST_BYTES)
-    for name in ("status", "peers", "experts", "rounds"):
+    for name in ("status", "peers", "experts", "rounds", "loss"):
         app.router.add_get(f"/v1/{name}", _answering(getattr(provider, name)))
     app.router.add_post("/v1/stop", _answering(provider.stop))
     return app

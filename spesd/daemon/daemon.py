@@ -13,7 +13,7 @@ import structlog
 
 from spesd import __version__
 from spesd.api.headline import ready_line
-from spesd.api.schema import Experts, Peer, Peers, Reason, Rounds, State, Status, Stop, Traffic
+from spesd.api.schema import Experts, HeldOut, Losses, Peer, Peers, Reason, Rounds, State, Status, Stop, Traffic
 from spesd.api.server import ApiServer
 from spesd.api.socket_path import remove_socket
 from spesd.config.errors import ConfigError
@@ -299,6 +299,10 @@ class Daemon:
     def rounds(self) -> Rounds:
         ended = self._volunteer.conductor.rounds if self._volunteer else ()
         return Rounds(rounds=tuple(views.round_record(report) for report in ended))
+
+    def loss(self) -> Losses:
+        points = self._volunteer.trainer.losses if self._volunteer else ()
+        return Losses(points=tuple(HeldOut(round=point.round, loss=point.loss) for point in points))
 
     def stop(self) -> Stop:
         self.request_stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 
@@ -29,6 +30,8 @@ RESTART_SECONDS = (1.0, 60.0)
 
 STEADY_SECONDS = 120.0
 """A trainer that ran so long is restarted at once when it dies."""
+
+KEPT_LOSSES = 4096
 
 Tell = Callable[[Callable[[float], None]], None]
 """Hands the protocol an event, and carries out what follows."""
@@ -61,7 +64,7 @@ class Trainer:
         self.restarts = 0
         self.last: link.Progress | None = None
         self.device: str | None = None
-        self.held_out: link.Evaluated | None = None
+        self.losses: deque[link.Evaluated] = deque(maxlen=KEPT_LOSSES)
         self.first_held_out: link.Evaluated | None = None
         self.warnings: list[str] = []
         self._config, self._manifest, self._dir, self._store = config, manifest, state_dir, store
@@ -82,6 +85,11 @@ class Trainer:
     @property
     def pid(self) -> int | None:
         return self._link.pid if self._link is not None else None
+
+    @property
+    def held_out(self) -> link.Evaluated | None:
+        """The newest evaluation."""
+        return self.losses[-1] if self.losses else None
 
     @property
     def tokens(self) -> int:
@@ -199,7 +207,7 @@ class Trainer:
                 self._snapshot_round = event.round
                 self._tell(lambda now: self._peer.on_snapshot(now, event.round))
             case link.Evaluated():
-                self.held_out = event
+                self.losses.append(event)
                 self.first_held_out = self.first_held_out or event
             case link.Warned() | link.Checkpointed(error=str()):
                 detail = event.detail if isinstance(event, link.Warned) else f"checkpoint not written: {event.error}"

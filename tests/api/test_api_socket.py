@@ -10,7 +10,7 @@ import uvloop
 
 from spesd.api import server as server_module
 from spesd.api.client import ApiError, Client, NotRunning
-from spesd.api.schema import Experts, Peers, Reason, Rounds, State, Status, Stop
+from spesd.api.schema import Experts, Losses, Peers, Reason, Rounds, State, Status, Stop
 from spesd.api.server import ApiServer
 from spesd.api.socket_path import create_socket_path, find_socket_path, peer_uid
 from spesd.config.errors import ExitCode
@@ -33,6 +33,9 @@ class FixedProvider:
 
     def experts(self):
         return Experts()
+
+    def loss(self):
+        return Losses()
 
     def rounds(self):
         return Rounds()
@@ -80,6 +83,7 @@ async def test_every_route_answers_its_model(client, provider):
     assert await ask(client.peers) == Peers()
     assert await ask(client.experts) == Experts()
     assert await ask(client.rounds) == Rounds()
+    assert await ask(client.loss) == Losses()
     assert (await ask(client.stop)).pid == 4711
     assert provider.stops == 1
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from spesd.api.schema import (
     Experts,
     HeldOut,
+    Losses,
     Peers,
     Rounds,
     RoundStatus,
@@ -94,6 +95,9 @@ class FakeTraining:
 
     def experts(self):
         return Experts()
+
+    def loss(self):
+        return Losses()
 
     def rounds(self):
         return Rounds()

@@ -12,6 +12,8 @@ from spesd.api.client import Client
 from spesd.api.schema import (
     Expert,
     Experts,
+    HeldOut,
+    Losses,
     Peer,
     Peers,
     RoundRecord,
@@ -62,12 +64,12 @@ def test_help_lists_all_verbs_and_imports_nothing_slow():
     )
     out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60).stdout
     *text, modules = out.splitlines()
-    for verb in ("start", "status", "peers", "experts", "rounds", "stop", "data", "demo", "version"):
+    for verb in ("start", "status", "peers", "experts", "rounds", "loss", "stop", "data", "demo", "version"):
         assert any(line.split()[:1] == [verb] for line in text)
     assert not {"torch", "hivemind", "aiohttp", "numpy", "rich.table"} & set(modules.split())
 
 
-@pytest.mark.parametrize("verb", ["status", "peers", "experts", "rounds", "stop"])
+@pytest.mark.parametrize("verb", ["status", "peers", "experts", "rounds", "loss", "stop"])
 def test_no_daemon_is_exit_code_3_and_one_line(spesd, tmp_path, verb):
     result = spesd(verb, "--state-dir", tmp_path)
     assert (result.code, result.out) == (3, "")
@@ -170,6 +172,14 @@ def test_experts(spesd, answers):
     rows = spesd("experts").out.splitlines()
     assert rows[1].split() == ["0", "3", "abababababab", "yes", "QmYyQSo1…"]
     assert rows[2].rstrip().endswith("nobody: it keeps its value")
+
+
+def test_loss_shows_a_thinned_curve(spesd, answers):
+    answers("loss", Losses(points=[HeldOut(round=number, loss=5 - number / 100) for number in range(101)]))
+    lines = spesd("loss").out.splitlines()
+    assert len(lines) == 21
+    assert lines[1].split()[:2] == ["0", "5.000"]
+    assert lines[-1].split()[:2] == ["100", "4.000"]
 
 
 def test_rounds(spesd, answers):
