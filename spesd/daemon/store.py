@@ -76,13 +76,14 @@ class Progress(BaseModel):
 
 
 class Store:
-    """One run on disk."""
+    """One run on disk. Without `owner` it is only read, beside the daemon that owns it."""
 
-    def __init__(self, state_dir: StateDir, run: str) -> None:
+    def __init__(self, state_dir: StateDir, run: str, *, owner: bool = True) -> None:
         self._dir = state_dir
         self._run = run
-        self.blobs = BlobStore(state_dir.blobs)
-        state_dir.ledger.mkdir(exist_ok=True)
+        self.blobs = BlobStore(state_dir.blobs, owner=owner)
+        if owner:
+            state_dir.ledger.mkdir(exist_ok=True)
 
     # Chains ----------------------------------------------------------------------------------------------------------
 

@@ -30,10 +30,13 @@ class BlobStore:
     A blob is visible only when it is complete. A damaged one is removed on reading and reported as missing.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, owner: bool = True) -> None:
+        """Without `owner` the folder is only read: another process may be writing to it."""
         self._folder = folder
         self._temporary = folder / "temporary"
         self._partial = folder / "partial"
+        if not owner:
+            return
         shutil.rmtree(self._temporary, ignore_errors=True)  # what a killed process was writing
         for needed in (self._temporary, self._partial):
             needed.mkdir(parents=True, exist_ok=True)

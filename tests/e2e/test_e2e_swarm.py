@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from e2e_harness import DRAIN_SECONDS, EXPERTS, TRAIN_EXPERTS, Peer, Swarm, p2pd_of, p2pd_sockets, write_draft
+from e2e_harness import DRAIN_SECONDS, EXPERTS, TRAIN_EXPERTS, Peer, Swarm, p2pd_of, p2pd_sockets, spesd, write_draft
 
 from spesd.api.schema import Reason
 from spesd.cli.launch import session_members
@@ -53,6 +53,16 @@ def test_four_daemons_agree_on_every_round_and_learn(four: Swarm) -> None:
     assert first is not None
     four.until("the held-out loss falls on all", lambda: all(loss_of(peer) < first.loss - 0.5 for peer in four.running))
     assert {peer.status.peers_live for peer in four.running} == {4}
+
+
+def test_a_running_daemon_shows_its_loss_and_its_text(four: Swarm) -> None:
+    folder = str(four["second"].config.state_dir)
+    curve = spesd("loss", "--state-dir", folder)
+    assert curve.returncode == 0 and "held-out loss" in curve.stdout
+    text = spesd("sample", "The first", "--tokens", "20", "--state-dir", folder)
+    assert text.returncode == 0, text.stderr
+    assert text.stdout.startswith("The first") and len(text.stdout) > len("The first") + 10
+    four.until_agreed(2)
 
 
 @pytest.mark.parametrize("how", ["daemon alone", "whole session"])
