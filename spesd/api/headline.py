@@ -13,7 +13,7 @@ def headline(status: Status) -> str:
     if status.reason is not Reason.NONE:
         words = status.reason.value.replace("-", " ")
         parts.append(f"{words} ({status.detail})" if status.detail else words)
-    if status.state in (State.TRAINING, State.PAUSED, State.DRAINING):
+    if status.state in (State.TRAINING, State.DRAINING):
         parts.append(round_line(status.round))
     return SEPARATOR.join(parts)
 

@@ -19,10 +19,8 @@ class State(StrEnum):
     JOINING = "joining"
     SYNCING = "syncing"
     TRAINING = "training"
-    PAUSED = "paused"
     DRAINING = "draining"
     STOPPED = "stopped"
-    FAILED = "failed"
 
 
 class Reason(StrEnum):
@@ -35,19 +33,14 @@ class Reason(StrEnum):
     FETCHING_DATA = "fetching-data"
     FETCHING_STATES = "fetching-states"
     STARTING_TRAINER = "starting-trainer"
-    WAITING_FOR_ROUND = "waiting-for-round"
     CATCHING_UP = "catching-up"
     ALONE = "alone"
     TRAINER_RESTARTING = "trainer-restarting"
     NETWORK_RESTARTING = "network-restarting"
     DISK_FULL = "disk-full"
     NO_MEMORY = "no-memory"
-    OTHER_RUN = "other-run"
-    OTHER_VERSION = "other-version"
     CLOCK_WRONG = "clock-wrong"
-    BANNED = "banned"
     ASKED_TO_STOP = "asked-to-stop"
-    INTERNAL = "internal"
 
 
 class Phase(StrEnum):
@@ -112,7 +105,7 @@ class HeldOut(Answer):
 class TrainerStatus(Answer):
     """The trainer process."""
 
-    state: str = Field(default="absent", description="absent, starting, training, paused or restarting")
+    state: str = Field(default="absent", description="absent, starting, training or restarting")
     pid: int | None = None
     device: str | None = None
     step: int = 0

@@ -84,6 +84,7 @@ class Conductor:
         self.peer, self.workshop, self.store = peer, workshop, store
         self.rounds: deque[fx.RoundEnded] = deque(maxlen=KEPT_ROUNDS)
         self.strikes: Counter[PeerId] = Counter()
+        self.disk_error = ""
         self._transport, self._blobs, self._trainer = transport, blobs, trainer
         self._codec = codec_of(peer.context.settings.codec)
         self._banned_until: dict[PeerId, float] = {}
@@ -267,7 +268,9 @@ class Conductor:
         chain = ChainFile.of(self.peer.ledger[unit])
         try:
             await self._in_thread(unit, self.store.save_chain, unit, chain)
+            self.disk_error = ""
         except OSError as error:
+            self.disk_error = str(error)
             log.error("ledger cannot be written", unit=unit, reason=str(error))
 
     async def _discard(self, effect: fx.Discard) -> None:

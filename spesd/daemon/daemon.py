@@ -22,9 +22,9 @@ from spesd.config.manifest import Draft, Manifest
 from spesd.config.peer import PeerConfig
 from spesd.daemon import joining, views
 from spesd.daemon.founding import found
+from spesd.daemon.situation import Situation, situation
 from spesd.daemon.state_dir import StateDir
 from spesd.daemon.store import Store
-from spesd.daemon.trainer import TrainerState
 from spesd.daemon.volunteer import Volunteer
 from spesd.swarm.blob_store import BlobStore
 from spesd.swarm.blobs import BlobExchange
@@ -269,7 +269,7 @@ class Daemon:
             "units": views.unit_statuses(volunteer.records, volunteer.peer),
             "traffic": Traffic(up_bytes=total.up, down_bytes=total.down),
             "peers_live": len(volunteer.peer.context.live) + 1,
-            "warnings": tuple(volunteer.trainer.warnings),
+            "warnings": (*volunteer.trainer.warnings, *volunteer.shortages()),
         }
         return known.model_copy(update=more)
 
@@ -311,19 +311,9 @@ class Daemon:
     def _explain(self, reason: Reason, detail: str) -> None:
         self._reason, self._detail = reason, detail
 
-    def _situation(self) -> tuple[State, Reason, str]:
-        """State, reason and particulars, the most pressing reason first."""
-        volunteer = self._volunteer
-        if volunteer is None or self._state is State.DRAINING:
+    def _situation(self) -> Situation:
+        if self._volunteer is None or self._transport is None or self._state is State.DRAINING:
             return self._state, self._reason, self._detail
-        if self._transport is not None and not self._transport.is_up:
-            return volunteer.state, Reason.NETWORK_RESTARTING, ""
-        trainer, peer = volunteer.trainer, volunteer.peer
-        if trainer.state is TrainerState.RESTARTING:
-            return volunteer.state, Reason.TRAINER_RESTARTING, trainer.failure
-        if volunteer.state is State.SYNCING and not peer.ledger.complete:
-            have, all_units = len(peer.ledger.heads()), len(peer.context.sizes)
-            return State.SYNCING, Reason.FETCHING_STATES, f"{have} of {all_units} units"
-        if trainer.state is TrainerState.STARTING or volunteer.state is State.SYNCING:
-            return volunteer.state, Reason.STARTING_TRAINER, ""
-        return volunteer.state, self._reason, self._detail
+        state, reason, detail = situation(self._volunteer, self._transport)
+        pressing = reason not in (Reason.NONE, Reason.ALONE) or self._reason is Reason.NONE
+        return (state, reason, detail) if pressing else (state, self._reason, self._detail)

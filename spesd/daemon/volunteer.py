@@ -21,6 +21,7 @@ from spesd.daemon.conductor import Conductor, fresh_seed
 from spesd.daemon.state_dir import StateDir
 from spesd.daemon.store import ChainFile, Store, StoredBlobs
 from spesd.daemon.trainer import Trainer
+from spesd.daemon.views import owners_of
 from spesd.model.units import UnitLayout
 from spesd.swarm.blobs import BlobExchange
 from spesd.swarm.directory import Directory
@@ -133,6 +134,15 @@ class Volunteer:
         done, _ = await asyncio.wait(self._tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
         for task in done:
             task.result()
+
+    def shortages(self) -> list[str]:
+        """Experts that fewer peers train than the manifest wants, in words."""
+        wanted, owners = self.manifest.ownership.redundancy, owners_of(self.records, self.peer)
+        experts = {unit: peers for unit, peers in owners.items() if unit.startswith("expert")}
+        return [
+            f"{unit.replace('-', ' ')} has {len(experts[unit])} of {wanted} wanted owners"
+            for unit in self._ownership.short(experts)
+        ]
 
     # The loops -------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ spread out, and an orphan is adopted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping, Set
 
 from spesd.sync.ledger import PeerId, UnitId
 from spesd.sync.rendezvous import rank
@@ -42,9 +42,9 @@ class Ownership:
             owned.add(move[1])
         return frozenset(owned)
 
-    def orphans(self, others: Mapping[UnitId, Set[PeerId]], mine: Set[UnitId]) -> list[UnitId]:
-        """Experts with fewer owners than the wanted redundancy."""
-        return [e for e, peers in others.items() if len(peers) + (e in mine) < self._redundancy]
+    def short(self, owners: Mapping[UnitId, Collection[PeerId]]) -> list[UnitId]:
+        """Experts with fewer live owners than the wanted redundancy."""
+        return [expert for expert, peers in owners.items() if len(peers) < self._redundancy]
 
     def _fewest(self, counts: Mapping[UnitId, int], owned: Set[UnitId]) -> UnitId:
         free = [expert for expert in counts if expert not in owned]

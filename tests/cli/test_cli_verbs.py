@@ -144,13 +144,13 @@ def test_watch_prints_line_after_line(spesd, answers, monkeypatch, options):
     def status(self):
         if next(looks, None) is None:
             raise KeyboardInterrupt
-        return Status(state=State.PAUSED, version="0", pid=1, uptime_s=0)
+        return Status(state=State.SYNCING, version="0", pid=1, uptime_s=0)
 
     monkeypatch.setattr(Client, "status", status)
     result = spesd("status", "--watch", "--interval", "0.1", *options)
     assert result.code == 0
     assert len(result.out.splitlines()) == 3
-    assert all("paused" in line for line in result.out.splitlines())
+    assert all("syncing" in line for line in result.out.splitlines())
 
 
 def test_peers(spesd, answers):

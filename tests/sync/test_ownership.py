@@ -120,7 +120,7 @@ def test_an_owner_that_has_the_needy_expert_already_is_not_waited_for(everywhere
 
 def test_orphans_are_those_below_the_wanted_redundancy() -> None:
     peer = Ownership("me", "run", 1, 2, GRACE)
-    assert peer.orphans({"expert-0": {"a"}, "expert-1": {"a", "b"}, "expert-2": {"a"}}, {"expert-0"}) == ["expert-2"]
+    assert peer.short({"expert-0": {"a", "me"}, "expert-1": {"a", "b"}, "expert-2": {"a"}}) == ["expert-2"]
 
 
 @given(st.sets(st.text(min_size=1, max_size=4), min_size=2, max_size=9), st.text(max_size=5))
