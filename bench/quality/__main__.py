@@ -37,15 +37,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parse(argv)
     setting = Setting(options.steps, tuple(options.text))
     jobs = [(name, seed) for seed in range(options.seeds) for name in options.rows]
-    results: dict[str, list[Outcome]] = {name: [] for name in options.rows}
+    results: dict[str, dict[int, Outcome]] = {name: {} for name in options.rows}
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         waiting = {pool.submit(run, ROWS[name], setting, seed): (name, seed) for name, seed in jobs}
         for done, future in enumerate(as_completed(waiting), 1):
             name, seed = waiting[future]
-            results[name].append(future.result())
-            loss = results[name][-1].curve[-1].loss
+            results[name][seed] = future.result()
+            loss = results[name][seed].curve[-1].loss
             talk(f"{done} of {len(jobs)}: {name}, seed {seed}: held-out loss {loss:.3f}")
-    figures = {name: summarise(outcomes) for name, outcomes in results.items()}
+    figures = {name: summarise(list(outcomes.values())) for name, outcomes in results.items()}
     console().print(table(figures, setting))
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
@@ -73,19 +73,19 @@ def table(figures: dict[str, Figures], setting: Setting) -> Table:
     return result
 
 
-def write_curves(path: Path, results: dict[str, list[Outcome]]) -> None:
+def write_curves(path: Path, results: dict[str, dict[int, Outcome]]) -> None:
     """All points of all curves, as CSV."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow(("row", "run", "steps", "tokens", "bytes", "loss", "memory"))
+        writer.writerow(("row", "seed", "steps", "tokens", "bytes", "loss", "memory"))
         writer.writerows(_points(results))
 
 
-def _points(results: dict[str, list[Outcome]]) -> Iterator[tuple[object, ...]]:
+def _points(results: dict[str, dict[int, Outcome]]) -> Iterator[tuple[object, ...]]:
     for name, outcomes in results.items():
-        for index, outcome in enumerate(outcomes):
+        for seed, outcome in sorted(outcomes.items()):
             for point in outcome.curve:
-                yield (name, index, point.steps, point.tokens, round(point.bytes), round(point.loss, 5), outcome.memory)
+                yield (name, seed, point.steps, point.tokens, round(point.bytes), round(point.loss, 5), outcome.memory)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

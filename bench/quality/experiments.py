@@ -220,6 +220,9 @@ class ModelTrainer:
         for command in commands:
             command()
         assert self._learner is not None
+        # by steps, not by rounds: a row with more or fewer rounds must not have another learning rate
+        share = self._node.world.tokens / (PEERS * self.tokens_per_step)
+        self._learner.round = int(share / self._experiment.row.every)
         self._learner.step()
 
     def take_snapshot(self, round_: int, taken: Callable[[], None]) -> None:
@@ -247,8 +250,7 @@ class ModelTrainer:
         self._commands.append(apply)
 
     def round_ended(self, report: RoundEnded) -> None:
-        if self._learner is not None:
-            self._learner.round = report.round
+        pass
 
 
 def swarm(experiment: Experiment) -> list[Point]:

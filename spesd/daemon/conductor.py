@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import random
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
@@ -28,7 +28,7 @@ from spesd.sync.ledger import PeerId, UnitId
 from spesd.sync.messages import parse
 from spesd.sync.packet import codec_of, max_size
 from spesd.sync.peer import SyncPeer
-from spesd.sync.workshop import Rejected, Workshop
+from spesd.sync.workshop import Reduced, Rejected, Workshop
 
 log = structlog.get_logger(__name__)
 
@@ -62,15 +62,20 @@ class TrainerPort(Protocol):
         """Values of the snapshot for `round_`, None if there is none (any more)."""
         ...
 
-    def moved(self, unit: UnitId, shift: Values, agreed: Values, round_: int) -> None:
-        """The agreed state of a unit has changed."""
+    @property
+    def life(self) -> int:
+        """Grows when the trainer loses its parameters."""
+        ...
+
+    def moved(self, unit: UnitId, shift: Values, agreed: Values, round_: int, life: int) -> None:
+        """The agreed state of a unit has changed; `shift` was worked out for the trainer's `life`."""
         ...
 
     def round_ended(self, report: fx.RoundEnded) -> None: ...
 
 
 class Conductor:
-    """Drives `peer`. Call `serve` once the ledger is restored."""
+    """Drives `peer`. Call `serve` once the ledger is restored. Blobs in `keep` are never removed."""
 
     def __init__(
         self,
@@ -80,6 +85,7 @@ class Conductor:
         transport: Transport,
         blobs: BlobExchange,
         trainer: TrainerPort,
+        keep: Iterable[str],
     ) -> None:
         self.peer, self.workshop, self.store = peer, workshop, store
         self.rounds: deque[fx.RoundEnded] = deque(maxlen=KEPT_ROUNDS)
@@ -87,6 +93,7 @@ class Conductor:
         self.disk_error = ""
         self._transport, self._blobs, self._trainer = transport, blobs, trainer
         self._codec = codec_of(peer.context.settings.codec)
+        self._keep_always = frozenset(keep)
         self._banned_until: dict[PeerId, float] = {}
         self._loop = asyncio.get_running_loop()
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="workshop")
@@ -124,8 +131,10 @@ class Conductor:
 
     def tell(self, event: Callable[[float], None]) -> None:
         """Hand the protocol an event, a call that takes the time, and carry out what follows from it."""
-        event(self.now)
-        self.drain()
+        try:
+            event(self.now)
+        finally:
+            self.drain()  # also after an error: without it the protocol's clock would stand still
 
     def drain(self) -> None:
         """Carry out pending effects, and set the clock to the next deadline."""
@@ -195,6 +204,8 @@ class Conductor:
                 timeout=seconds,
                 max_reply=0,
             )
+        except PeerRefused as error:
+            log.info("message refused", to=effect.to, kind=kind, reason=str(error))
         except TransportError as error:
             log.info("message not delivered", to=effect.to, kind=kind, reason=str(error))
             self.tell(lambda now: self.peer.on_unreachable(now, effect.to))
@@ -229,37 +240,49 @@ class Conductor:
             await asyncio.sleep(BUSY_SECONDS)
 
     async def _encode(self, effect: fx.Encode) -> None:
-        snapshot = self._trainer.snapshot(effect.round, effect.unit)
+        snapshot, life = self._trainer.snapshot(effect.round, effect.unit), self._trainer.life
         blob = None
-        if snapshot is not None:
-            blob = await self._in_thread(effect.unit, self.workshop.encode, effect, snapshot)
+        try:
+            if snapshot is not None:
+                blob = await self._in_thread(effect.unit, self.workshop.encode, effect, snapshot)
+        except OSError as error:
+            self._disk_failed(error, effect.unit)
+        if life != self._trainer.life:
+            blob = None  # the parameters from which it was made are gone
         self.tell(lambda now: self.peer.on_encoded(now, effect, blob))
 
     async def _reduce(self, effect: fx.Reduce) -> None:
-        result = await self._in_thread(effect.unit, self.workshop.reduce, effect)
+        try:
+            result = await self._in_thread(effect.unit, self.workshop.reduce, effect)
+        except OSError as error:
+            self._disk_failed(error, effect.unit)
+            result = Reduced(None, {})
         self.tell(lambda now: self.peer.on_reduced(now, effect, result.entry, result.refused))
 
     async def _commit(self, effect: fx.Commit) -> None:
-        unit = effect.entry.unit
+        unit, life = effect.entry.unit, self._trainer.life
         try:
             shift = await self._in_thread(unit, self.workshop.commit, effect)
         except (Rejected, OSError) as error:
+            if isinstance(error, OSError):
+                self._disk_failed(error, unit)
             log.warning("packet not committed", unit=unit, round=effect.entry.after.version, reason=str(error))
             self.tell(lambda now: self.peer.on_committed(now, effect, False))
             return
         # the shift enters the trainer's queue before any snapshot that the protocol may ask for next
-        self._trainer.moved(unit, shift, self.workshop.agreed[unit], effect.entry.after.version)
+        self._trainer.moved(unit, shift, self.workshop.agreed[unit], effect.entry.after.version, life)
         self.tell(lambda now: self.peer.on_committed(now, effect, True))
         await self._persist(unit)
 
     async def _adopt(self, effect: fx.Adopt) -> None:
+        life = self._trainer.life
         try:
             shift = await self._in_thread(effect.unit, self.workshop.adopt, effect)
         except (Rejected, OSError) as error:
             log.warning("state not adopted", unit=effect.unit, version=effect.head.version, reason=str(error))
             self.tell(lambda now: self.peer.on_adopted(now, effect, False))
             return
-        self._trainer.moved(effect.unit, shift, self.workshop.agreed[effect.unit], effect.head.version)
+        self._trainer.moved(effect.unit, shift, self.workshop.agreed[effect.unit], effect.head.version, life)
         self.tell(lambda now: self.peer.on_adopted(now, effect, True))
         await self._persist(effect.unit)
 
@@ -270,13 +293,17 @@ class Conductor:
             await self._in_thread(unit, self.store.save_chain, unit, chain)
             self.disk_error = ""
         except OSError as error:
-            self.disk_error = str(error)
-            log.error("ledger cannot be written", unit=unit, reason=str(error))
+            self._disk_failed(error, unit)
+
+    def _disk_failed(self, error: OSError, unit: UnitId) -> None:
+        self.disk_error = str(error)
+        log.error("cannot write to disk", unit=unit, reason=str(error))
 
     async def _discard(self, effect: fx.Discard) -> None:
         def remove() -> None:
             for blob in effect.blobs:
-                self.store.blobs.remove(blob)
+                if blob not in self._keep_always:
+                    self.store.blobs.remove(blob)
 
         await self._loop.run_in_executor(self._threads, remove)
 
@@ -290,6 +317,9 @@ class Conductor:
                 await self._blobs.fetch(effect.blob, effect.sources, timeout=seconds, max_size=effect.size)
             except (BlobUnavailable, OSError) as error:
                 log.info("blob not fetched", unit=effect.unit, reason=str(error))
+                ok = False
+            except Exception:
+                log.exception("blob not fetched", unit=effect.unit)
                 ok = False
             self.tell(lambda now, effect=effect, ok=ok: self.peer.on_fetched(now, effect.unit, ok))  # type: ignore[misc]
 
@@ -335,6 +365,10 @@ class Conductor:
         if self.strikes[peer] % STRIKES == 0:
             self._banned_until[peer] = self.now + BAN_SECONDS
             log.warning("peer banned", peer=peer, seconds=BAN_SECONDS)
+
+    def is_banned(self, peer: PeerId) -> bool:
+        """Whether `peer` broke the protocol so often that we have nothing to do with it for now."""
+        return self._banned_until.get(peer, 0.0) > self.now
 
     def _refuse_banned(self, peer: PeerId) -> None:
         left = self._banned_until.get(peer, 0.0) - self.now

@@ -215,10 +215,16 @@ class Daemon:
                 log.warning("not in the directory yet, trying again later", reason=str(error))
         self._state = State.SYNCING
 
-        def sources() -> list[str]:
-            shuffled = [answer.peer for answer in answers]
-            random.shuffle(shuffled)  # newcomers spread over donors
-            return shuffled
+        async def sources() -> list[str]:
+            """Who may have the data now: whoever is in the directory, which is entered again if need be."""
+            found = {answer.peer for answer in answers}
+            try:
+                if addresses:
+                    await directory.join(addresses)
+                found |= set(await directory.peers())
+            except SwarmError as error:
+                log.info("nobody new found", reason=str(error))
+            return random.sample(sorted(found - {identity.peer_id}), len(found - {identity.peer_id}))  # spread donors
 
         await joining.fetch_data(exchange, manifest, sources, self._explain)
         await exchange.serve()

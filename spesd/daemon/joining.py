@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import structlog
 
@@ -151,7 +151,7 @@ async def fetch_manifest(transport: Transport, store: BlobStore, answers: Sequen
 
 
 async def fetch_data(
-    exchange: BlobExchange, manifest: Manifest, sources: Callable[[], Sequence[str]], explain: Explain
+    exchange: BlobExchange, manifest: Manifest, sources: Callable[[], Awaitable[Sequence[str]]], explain: Explain
 ) -> None:
     """Fetch all shards that are not here yet, for ever, with backoff. `sources` tells who may have them now."""
     shards = (*manifest.data.train, *manifest.data.held_out)
@@ -161,7 +161,7 @@ async def fetch_data(
         explain(Reason.FETCHING_DATA, f"{len(missing)} of {len(shards)} shards, {size / 1e6:.1f} MB left")
         shard = missing[0]
         try:
-            await exchange.fetch(shard.hash, sources(), timeout=30 + shard.bytes / 50_000, size=shard.bytes)
+            await exchange.fetch(shard.hash, await sources(), timeout=30 + shard.bytes / 50_000, size=shard.bytes)
             pause = RETRY_SECONDS[0]
         except BlobUnavailable as error:
             log.warning("shard not fetched", shard=shard.hash[:12], reason=str(error), retry_seconds=round(pause))

@@ -145,6 +145,7 @@ class Store:
         swept = [blob for blob in self.blobs if blob not in needed]
         for blob in swept:
             self.blobs.remove(blob)
+        self.blobs.remove_partial(lambda blob: blob not in needed)
         return len(swept)
 
     # Own work --------------------------------------------------------------------------------------------------------

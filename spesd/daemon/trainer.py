@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from enum import StrEnum
 
-import numpy as np
 import structlog
 
 from spesd.config.manifest import Manifest, Shard
@@ -32,6 +31,9 @@ STEADY_SECONDS = 120.0
 """A trainer that ran so long is restarted at once when it dies."""
 
 KEPT_LOSSES = 4096
+
+LAST_SNAPSHOT = 1 << 40
+"""Round of the snapshot at the end: one that no real round has."""
 
 Tell = Callable[[Callable[[float], None]], None]
 """Hands the protocol an event, and carries out what follows."""
@@ -80,7 +82,8 @@ class Trainer:
         self._failures = 0
         self._leaving = False
         self._restart: asyncio.Task[None] | None = None
-        self._answers: dict[type[link.Event], asyncio.Future[link.Event]] = {}
+        self._answers: dict[tuple[type[link.Event], int], asyncio.Future[link.Event]] = {}
+        self._base: dict[UnitId, Values] = {}
 
     @property
     def pid(self) -> int | None:
@@ -104,7 +107,7 @@ class Trainer:
     async def begin(self, unaccepted: Mapping[UnitId, Values]) -> None:
         """Start training the experts that the protocol owns, with work that was not accepted before the last stop."""
         self._unaccepted = unaccepted
-        await self._start()
+        await self._start_after(0.0)
         self._save_progress()
 
     def own(self, experts: frozenset[UnitId]) -> None:
@@ -125,10 +128,10 @@ class Trainer:
         self._snapshot_round, self._counted, self._at_snapshot = -1, (0, 0), (0, 0)
         self._tokens_before = self._progress.tokens
         values = dict(self._workshop.agreed)
+        self._base = dict(values)
         for unit, work in self._unaccepted.items():
             if unit in peer.trained and work.shape == values[unit].shape:
                 values[unit] = values[unit] + work
-        self._unaccepted = {}
         command = link.Start(
             manifest=self._manifest.canonical_bytes(),
             peer_id=peer.context.me,
@@ -166,11 +169,17 @@ class Trainer:
             return None
         return self._link.snapshot(unit)
 
-    def moved(self, unit: UnitId, shift: Values, agreed: Values, round_: int) -> None:
-        if self._link is None:
-            return
+    @property
+    def life(self) -> int:
+        return self.restarts
+
+    def moved(self, unit: UnitId, shift: Values, agreed: Values, round_: int, life: int) -> None:
+        if self._link is None or self._base[unit] is agreed:
+            return  # there is no trainer, or it was started from this very state
+        base, self._base[unit] = self._base[unit], agreed
         if unit in self._peer.trained:
-            self._link.load({unit: shift}, "add", round_)
+            # a shift for a trainer that has died meanwhile takes account of work that this one never did
+            self._link.load({unit: shift if life == self.life else agreed - base}, "add", round_)
         else:
             self._link.load({unit: agreed}, "replace", round_)
 
@@ -187,13 +196,14 @@ class Trainer:
     # What the trainer says -------------------------------------------------------------------------------------------
 
     def _on_event(self, event: link.Event) -> None:
-        answer = self._answers.pop(type(event), None)
+        answer = self._answers.pop((type(event), getattr(event, "round", 0)), None)
         if answer is not None and not answer.done():
             answer.set_result(event)
         match event:
             case link.Ready():
                 log.info("trainer ready", pid=event.pid, device=event.device, trained_values=event.trained_values)
                 self.state, self.device, self.failure = TrainerState.TRAINING, event.device, ""
+                self._unaccepted = {}  # it is in the trainer's parameters now
                 assert self._link is not None
                 self._link.send(link.Evaluate(round=self._peer.context.newest_round))
                 self._tell(lambda now: self._peer.on_training(now, True))
@@ -252,23 +262,26 @@ class Trainer:
 
     # The end ---------------------------------------------------------------------------------------------------------
 
-    async def finish(self, seconds: float, keep_work: bool) -> None:
-        """End the trainer: keep its moments, and with `keep_work` what the swarm has not accepted."""
+    async def finish(self, seconds: float, keep: Set[UnitId]) -> None:
+        """End the trainer: keep its moments, and of the units in `keep` what the swarm has not accepted."""
         self._leaving = True
         if self._restart is not None:
             self._restart.cancel()
-        trainer = self._link
+        trainer, newest = self._link, self._peer.context.newest_round
+        if self._unaccepted:  # no trainer has taken it up
+            await asyncio.to_thread(self._store.save_unaccepted, newest, self._unaccepted)
         if trainer is None:
             return
         if self.state is TrainerState.TRAINING:
-            newest = self._peer.context.newest_round
             try:
                 async with asyncio.timeout(seconds):
                     trainer.send(link.Pause())
-                    await self._ask(link.Snapshot(round=newest), link.SnapshotTaken)
-                    if keep_work:
-                        await asyncio.to_thread(self._store.save_unaccepted, newest, self._unaccepted_now(trainer))
-                    await self._ask(link.Checkpoint(path=str(self._dir.checkpoint), round=newest), link.Checkpointed)
+                    base = dict(self._base)  # packets may still be committed while the snapshot is waited for
+                    await self._ask(link.Snapshot(round=LAST_SNAPSHOT), link.SnapshotTaken, LAST_SNAPSHOT)
+                    work = {unit: trainer.snapshot(unit) - base[unit] for unit in sorted(keep)}
+                    await asyncio.to_thread(self._store.save_unaccepted, newest, work)
+                    checkpoint = link.Checkpoint(path=str(self._dir.checkpoint), round=newest)
+                    await self._ask(checkpoint, link.Checkpointed, newest)
             except (TimeoutError, OSError) as error:
                 log.warning("trainer's last work was not kept", reason=str(error) or f"no answer in {seconds:.0f} s")
             self._save_progress()
@@ -280,16 +293,14 @@ class Trainer:
         if self._link is not None:
             self._link.kill()
 
-    async def _ask(self, command: link.Command, answer: type[link.Event]) -> link.Event:
-        assert self._link is not None
+    async def _ask(self, command: link.Command, answer: type[link.Event], round_: int) -> link.Event:
+        """Send a command, and wait for its answer; the caller bounds the wait."""
+        if self._link is None:
+            raise ConnectionError("the trainer is gone")
         future: asyncio.Future[link.Event] = asyncio.get_running_loop().create_future()
-        self._answers[answer] = future
+        self._answers[answer, round_] = future
         self._link.send(command)
         return await future
-
-    def _unaccepted_now(self, trainer: TrainerLink) -> dict[UnitId, Values]:
-        agreed = self._workshop.agreed
-        return {unit: np.subtract(trainer.snapshot(unit), agreed[unit]) for unit in sorted(self._peer.trained)}
 
     def _save_progress(self) -> None:
         owned = tuple(sorted(self._peer.context.owned))

@@ -54,6 +54,7 @@ class TrainerLink:
     ) -> None:
         self._layout = layout
         self._inbound = UnitFile.create(inbound, layout)
+        self._inbound.reserve(unit.id for unit in layout.units)  # a full disk is an error here, and a SIGBUS later
         self._snapshot = UnitFile.create(snapshot, layout)
         self._on_event, self._on_exit = on_event, on_exit
         self._queue: deque[_Load | link.Command] = deque()

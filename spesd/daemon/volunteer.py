@@ -50,6 +50,9 @@ REDIAL_SECONDS = (5.0, 60.0)
 REUNITE_SECONDS = 60.0
 """Time between two dials of known peers while somebody is here: two halves of a split swarm find each other."""
 
+CHANGE_SECONDS = 30.0
+"""How long a change of experts waits for a moment between two rounds, before it is thought over again."""
+
 IDLE_POLL_SECONDS = 0.1
 CLAIM_JITTER_SECONDS = 2.0
 MAX_SIGNATURE_BYTES = 4096
@@ -100,7 +103,8 @@ class Volunteer:
         merging = Merging(manifest.merge, experts, manifest.model.layers)
         self.workshop = Workshop(run, sizes, manifest.sync, StoredBlobs(store.blobs), merging)
         self.trainer = Trainer(config, manifest, state_dir, store, self.peer, self.workshop, self._tell)
-        self.conductor = Conductor(self.peer, self.workshop, store, transport, exchange, self.trainer)
+        self._keep = [run, *(shard.hash for shard in (*manifest.data.train, *manifest.data.held_out))]
+        self.conductor = Conductor(self.peer, self.workshop, store, transport, exchange, self.trainer, self._keep)
         rules = manifest.ownership
         budget = experts_to_train(config, self._layout)
         self._ownership = Ownership(me, run, budget, rules.redundancy, rules.grace_seconds)
@@ -121,9 +125,7 @@ class Volunteer:
     async def begin(self) -> None:
         """Restore the ledger from disk, answer others, and run until `finish`."""
         chains = await asyncio.to_thread(self.store.restore, self.peer.context.sizes, self.workshop)
-        shards = (*self.manifest.data.train, *self.manifest.data.held_out)
-        keep = [self.manifest.run_id, *(shard.hash for shard in shards)]
-        await asyncio.to_thread(self.store.sweep, chains, keep)
+        await asyncio.to_thread(self.store.sweep, chains, self._keep)
         self.peer.restore(chains)
         await self.conductor.serve()
         for loop in (self._read_forever(), self._publish_forever(), self._redial_forever(), self._train_forever()):
@@ -150,7 +152,8 @@ class Volunteer:
         while True:
             try:
                 self.records = await self._directory.peers()
-                self._tell(lambda now: self.peer.on_live(now, self.records))
+                live = [peer for peer in self.records if not self.conductor.is_banned(peer)]
+                self._tell(lambda now, live=live: self.peer.on_live(now, live))  # type: ignore[misc]
             except SwarmError as error:
                 log.info("directory not read", reason=str(error))
             await asyncio.sleep(READ_SECONDS * random.uniform(0.8, 1.2))
@@ -217,8 +220,12 @@ class Volunteer:
             owned = await self._review(self.peer.context.owned)
             if owned == self.peer.context.owned or self.peer.leaving:
                 continue
-            while not self.peer.idle:
-                await asyncio.sleep(IDLE_POLL_SECONDS)
+            try:
+                async with asyncio.timeout(CHANGE_SECONDS):
+                    while not self.peer.idle:
+                        await asyncio.sleep(IDLE_POLL_SECONDS)
+            except TimeoutError:
+                continue  # the decision is old by now
             log.info("experts change", before=sorted(self.peer.context.owned), now=sorted(owned))
             self.trainer.own(owned)
             self._records_changed.set()
@@ -252,8 +259,8 @@ class Volunteer:
                     await asyncio.sleep(IDLE_POLL_SECONDS)
         except TimeoutError:
             log.warning("the open round is left unfinished", waited_seconds=round_seconds)
-        # a contribution on its way may still be accepted, so its work must not be kept as unaccepted
-        await self.trainer.finish(trainer_seconds, keep_work=self.peer.idle)
+        # a contribution on its way may still be accepted, so the work on that unit must not be kept as unaccepted
+        await self.trainer.finish(trainer_seconds, keep=self.peer.at_rest)
         try:
             async with asyncio.timeout(withdraw_seconds):
                 await self._directory.withdraw()

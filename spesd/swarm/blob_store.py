@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -108,6 +108,12 @@ class BlobStore:
     def remove(self, hash: str) -> None:
         """Forget a blob, if it is here."""
         self.path(hash).unlink(missing_ok=True)
+
+    def remove_partial(self, unwanted: Callable[[str], bool]) -> None:
+        """Forget the downloads under way of blobs that are `unwanted`."""
+        for path in self._partial.iterdir():
+            if unwanted(path.name[:64]):
+                path.unlink(missing_ok=True)
 
     def __iter__(self) -> Iterator[str]:
         """Hashes of all blobs, in no particular order."""

@@ -32,6 +32,7 @@ MAX_REPLY_BYTES = 64 << 20
 _OUTBOUND_PER_PROTOCOL = 8
 """Open requests to one peer and protocol; the others wait, so that bulk never holds up a round's messages."""
 _MAX_RESTART_PAUSE = 30.0
+_REFRESH_SECONDS = 5.0
 _REDIAL_SECONDS = 0.25
 _BROKEN = (P2PDaemonError, P2PHandlerError, OSError, EOFError)
 """What hivemind raises when a dial fails or a connection breaks (EOFError covers IncompleteReadError)."""
@@ -126,7 +127,12 @@ class Transport:
         return outside or list(self._visible)
 
     async def refresh(self) -> None:
-        """Ask p2pd for our addresses anew: NAT traversal may have found more."""
+        """Ask p2pd for our addresses anew: NAT traversal may have found more. While it is down they stay."""
+        with contextlib.suppress(TimeoutError, *_BROKEN):
+            async with asyncio.timeout(_REFRESH_SECONDS):
+                await self._read_addresses()
+
+    async def _read_addresses(self) -> None:
         with contextlib.suppress(ValueError):  # hivemind's way to say that there is none
             self._visible = [str(address) for address in await self.p2p.get_visible_maddrs(latest=True)]
 
@@ -193,7 +199,10 @@ class Transport:
         Raises PeerUnreachable, PeerTimeout, PeerRefused and PeerMisbehaved, each naming the peer; ValueError or
         TypeError when the body cannot be sent.
         """
-        target = _peer_id(peer_id)
+        try:
+            target = _peer_id(peer_id)
+        except ValueError as error:
+            raise PeerUnreachable(peer_id, str(error)) from None
         permits = self._outbound.setdefault((peer_id, protocol), asyncio.Semaphore(_OUTBOUND_PER_PROTOCOL))
         size = memoryview(payload).nbytes
         header = encode_header({"body": body, "payload": size, "timeout": float(timeout)})
@@ -243,7 +252,7 @@ class Transport:
         self._registered.clear()
         try:
             async with asyncio.timeout(self._config.start_seconds):
-                await self.refresh()
+                await self._read_addresses()
                 self._host_maddrs = with_fixed_ports(self._host_maddrs, self._visible)
                 await self._register_all()
         except BaseException:

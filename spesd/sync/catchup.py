@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from math import inf
 
 from spesd.sync.context import Context
 from spesd.sync.ledger import Entry, Head, PeerId, UnitId, is_better
@@ -93,7 +94,8 @@ class CatchUp:
 
     def deadline(self) -> float:
         """When `tick` has something to do."""
-        return min([self._next_gossip, *(asked.deadline for asked in self._asked.values())])
+        gossip = self._next_gossip if self._context.live else inf
+        return min([gossip, *(asked.deadline for asked in self._asked.values())])
 
     # Asking ----------------------------------------------------------------------------------------------------------
 

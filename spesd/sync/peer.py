@@ -85,9 +85,13 @@ class SyncPeer:
     @property
     def settled(self) -> bool:
         """Whether our own units have ended in every round and none is on the move: only then can we join the next."""
-        trained = self.trained
-        ended = all(round_.settled(trained) for round_ in self.rounds.values())
-        return ended and not any(self.pipeline.busy(unit) for unit in trained)
+        return self.at_rest == self.trained
+
+    @property
+    def at_rest(self) -> frozenset[UnitId]:
+        """Units that we train and that no open round and no step of the pipeline touches."""
+        rounds = self.rounds.values()
+        return frozenset(u for u in self.trained if not self.pipeline.busy(u) and all(r.settled([u]) for r in rounds))
 
     @property
     def idle(self) -> bool:

@@ -54,7 +54,7 @@ def test_figures_and_curves(tmp_path) -> None:
     figures = summarise(outcomes)
     assert (figures.loss, figures.bytes, figures.memory, figures.seeds) == (pytest.approx(2.1), 10.0, 7, 2)
     assert figures.spread == pytest.approx(0.1414, abs=1e-3)
-    write_curves(tmp_path / "curves.csv", {"row": outcomes})
+    write_curves(tmp_path / "curves.csv", {"row": dict(enumerate(outcomes))})
     with (tmp_path / "curves.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["loss"] for row in rows] == ["3.0", "2.0", "3.0", "2.2"]
