@@ -5,7 +5,7 @@ SECONDS_TO_TRAIN ?= 180
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint bench venv clean
+.PHONY: demo test lint bench bench-quality venv clean
 
 demo: venv  ## a bootstrap peer and three volunteers train one model on this machine
 	@$(BIN)/spesd demo --seconds $(SECONDS_TO_TRAIN)
@@ -21,6 +21,9 @@ lint: venv
 bench: venv  ## tables for people, one JSON object as the last line; see bench/README.md
 	@$(BIN)/python -m bench $(ARGS)
 
+bench-quality: $(VENV)/.bench-installed  ## what a swarm learns; ARGS="--full" takes hours, see docs/learning.md
+	@$(BIN)/python -m bench.quality $(ARGS)
+
 venv: $(VENV)/.installed
 
 # torch comes first and alone: with it in the same call pip backtracks through its large wheels. All the rest comes in
@@ -31,6 +34,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PIP) install --quiet --constraint constraints.txt torch==2.13.0
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
 	$(PIP) check
+	@touch $@
+
+$(VENV)/.bench-installed: $(VENV)/.installed
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[bench]'
 	@touch $@
 
 clean:

@@ -65,12 +65,17 @@ class Outcome(NamedTuple):
     memory: int
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What all rows share."""
+class Setting(NamedTuple):
+    """What all rows share. `sequences` of 128 tokens make one peer's step."""
 
     steps: int
-    domains: tuple[str, ...] = ("stdlib",)
+    domains: tuple[str, ...] = ("stdlib", "sotu")
+    sequences: int = 8
+
+
+FULL = Setting(900)
+REDUCED = Setting(120, sequences=4)
+"""Every row with three seeds in a few minutes; the differences are those of the first steps."""
 
 
 def draft_for(row: Row, setting: Setting, seed: int) -> Draft:
@@ -79,7 +84,7 @@ def draft_for(row: Row, setting: Setting, seed: int) -> Draft:
         "learning_rate": 2e-3,
         "warmup_rounds": max(1, WARMUP_STEPS // row.every),
         "total_rounds": max(1, setting.steps // row.every),
-        "sequences": 8,
+        "sequences": setting.sequences,
     }
     merge: dict[str, Any] = {"decay_rounds": max(1, round(MERGED_SHARE * setting.steps / row.every))}
     sync: dict[str, Any] = {"local_steps": row.every, "codec": "fp32", "shared_shards": PEERS, "gather_seconds": 2.5}

@@ -29,8 +29,8 @@ LEVERS = (
     Row("delayed", "swarm", every=5, merge=MERGING, delay=(0.5, 1.5)),
     Row("speeds_1_2_4", "swarm", every=5, merge=MERGING, speeds=(1.0, 2.0, 4.0, 1.0)),
     Row("churn", "swarm", every=5, merge=MERGING, churn=True),
+    Row("split_domains", "swarm", every=5, merge=MERGING, split_domains=True),
 )
 """The defaults with one thing changed."""
 
 ROWS = {row.name: row for row in (*REFERENCES, DEFAULT, *LEVERS)}
-REDUCED = ("centralised", "alone", "diloco", "spes_server", "plain_5", "spesd")

@@ -7,8 +7,11 @@ import csv
 import pytest
 
 from bench.quality import experiments
-from bench.quality.__main__ import main, summarise, write_curves
+from bench.quality.__main__ import main
 from bench.quality.experiments import Outcome, Point, Row, Setting, run
+from bench.quality.plots import draw, read_curves
+from bench.quality.report import Figures, remarks, summarise, write_curves
+from bench.quality.rows import ROWS
 from bench.quality.text import Text
 from spesd.data.prepare import stdlib_documents
 
@@ -35,7 +38,7 @@ def little_text(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=lambda row: row.name,
 )
 def test_every_kind_of_row_learns(row: Row) -> None:
-    outcome = run(row, Setting(steps=12), seed=0)
+    outcome = run(row, Setting(12, ("stdlib",)), seed=0)
     losses = [point.loss for point in outcome.curve]
     assert losses[-1] < losses[0] < 6
     workers = 1 if row.kind == "alone" else experiments.PEERS
@@ -46,7 +49,7 @@ def test_every_kind_of_row_learns(row: Row) -> None:
 
 def test_a_swarm_repeats_from_its_seed() -> None:
     row = Row("swarm", "swarm", every=4)
-    assert run(row, Setting(steps=8), 3) == run(row, Setting(steps=8), 3)
+    assert run(row, Setting(8, ("stdlib",)), 3) == run(row, Setting(8, ("stdlib",)), 3)
 
 
 def test_figures_and_curves(tmp_path) -> None:
@@ -58,6 +61,42 @@ def test_figures_and_curves(tmp_path) -> None:
     with (tmp_path / "curves.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["loss"] for row in rows] == ["3.0", "2.0", "3.0", "2.2"]
+    curve = read_curves(tmp_path / "curves.csv")["row"]
+    assert curve.loss.tolist() == pytest.approx([3.0, 2.1])
+    assert (curve.low[-1], curve.high[-1], curve.memory) == (2.0, 2.2, 7)
+
+
+def test_plots_are_drawn_from_the_curves(tmp_path) -> None:
+    pytest.importorskip("matplotlib", reason="plots are drawn with the extra 'bench'")
+    outcome = Outcome([Point(1, 10, 5.0, 3.0), Point(2, 20, 10.0, 2.0)], 7)
+    write_curves(tmp_path / "curves.csv", {"spesd": {0: outcome}, "alone": {0: outcome}})
+    written = draw(read_curves(tmp_path / "curves.csv"), tmp_path)
+    assert [path.name for path in written] == ["loss-tokens.png", "loss-bytes.png", "loss-memory.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
+
+
+def test_remarks_say_what_the_default_gains() -> None:
+    losses = {"alone": 2.0, "plain_5": 1.8, "diloco_5": 1.6, "spesd": 1.7}
+    figures = {name: Figures(loss, 0.0, 0.0, 0, 1) for name, loss in losses.items()}
+    below, closed = remarks(figures)
+    assert "15.0% below alone" in below
+    assert "50% of the gap" in closed
+    assert list(remarks({"alone": figures["alone"]})) == []
+
+
+def test_the_rows_that_everybody_asks_for_are_there() -> None:
+    wanted = {
+        "centralised",
+        "alone",
+        "diloco",
+        "spes_server",
+        "spesd",
+        "plain_5",
+        "plain_20",
+        "plain_100",
+        "two_owners",
+    }
+    assert wanted | {"delayed", "speeds_1_2_4", "churn", "split_domains"} <= ROWS.keys()
 
 
 def test_an_unknown_row_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,72 @@
+"""What is said of the results: figures by row, a table, who closes which gap, and every point of every curve as CSV."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import NamedTuple
+
+from rich.table import Table
+
+from bench.quality.experiments import Outcome, Setting
+from spesd.cli.console import amount, number
+
+Results = Mapping[str, Mapping[int, Outcome]]
+"""Outcomes by row and seed."""
+
+
+class Figures(NamedTuple):
+    """One row over all seeds. Bytes are sent per peer, memory is static bytes of one trainer."""
+
+    loss: float
+    spread: float
+    bytes: float
+    memory: int
+    seeds: int
+
+
+def summarise(outcomes: Sequence[Outcome]) -> Figures:
+    """Mean and spread (standard deviation) of the last held-out loss."""
+    losses = [outcome.curve[-1].loss for outcome in outcomes]
+    sent = mean(outcome.curve[-1].bytes for outcome in outcomes)
+    return Figures(mean(losses), stdev(losses) if len(losses) > 1 else 0.0, sent, outcomes[0].memory, len(losses))
+
+
+def table(figures: Mapping[str, Figures], setting: Setting) -> Table:
+    """The table for people, best row first."""
+    title = f"held-out loss after {setting.steps} steps of each of four peers, text {' and '.join(setting.domains)}"
+    result = Table(title=title)
+    for column in ("row", "loss", "spread", "seeds", "sent per peer", "static memory"):
+        result.add_column(column, justify="left" if column == "row" else "right")
+    for name, row in sorted(figures.items(), key=lambda item: item[1].loss):
+        sent = amount(row.bytes) if row.bytes else "–"
+        result.add_row(name, number(row.loss), number(row.spread), str(row.seeds), sent, amount(row.memory))
+    return result
+
+
+def remarks(figures: Mapping[str, Figures]) -> Iterator[str]:
+    """How the default stands to a peer alone, and how much of plain SPES's gap to DiLoCo at its frequency it closes."""
+    ours = figures.get("spesd")
+    if ours is not None and (alone := figures.get("alone")) is not None:
+        yield f"spesd is {1 - ours.loss / alone.loss:.1%} below alone"
+    plain, full = figures.get("plain_5"), figures.get("diloco_5")
+    if ours is not None and plain is not None and full is not None and plain.loss > full.loss:
+        share = (plain.loss - ours.loss) / (plain.loss - full.loss)
+        yield f"spesd closes {share:.0%} of the gap between plain SPES and DiLoCo, both with a round every 5 steps"
+
+
+def write_curves(path: Path, results: Results) -> None:
+    """All points of all curves, as CSV."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(("row", "seed", "steps", "tokens", "bytes", "loss", "memory"))
+        writer.writerows(_points(results))
+
+
+def _points(results: Results) -> Iterator[tuple[object, ...]]:
+    for name, outcomes in results.items():
+        for seed, outcome in sorted(outcomes.items()):
+            for point in outcome.curve:
+                yield (name, seed, point.steps, point.tokens, round(point.bytes), round(point.loss, 5), outcome.memory)
