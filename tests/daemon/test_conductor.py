@@ -1,0 +1,89 @@
+"""The conductor between protocol and world: nothing that fails outside may stop its loops."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spesd.config.manifest import SyncConfig
+from spesd.daemon.conductor import FETCHERS, Conductor
+from spesd.daemon.state_dir import StateDir
+from spesd.daemon.store import Store, StoredBlobs
+from spesd.sync import effects as fx
+from spesd.sync.peer import SyncPeer
+from spesd.sync.toys import ToySigner
+from spesd.sync.workshop import Workshop
+
+RUN, SIZES = "a" * 64, {"shared-0": 4, "expert-0": 4}
+
+
+class Nobody:
+    """A transport that registers handlers and reaches no one, and a trainer that does nothing."""
+
+    life = 0
+
+    async def serve(self, *_: Any, **__: Any) -> None: ...
+
+    def take_snapshot(self, round_: int) -> None: ...
+
+    def snapshot(self, round_: int, unit: str) -> None:
+        return None
+
+    def moved(self, *_: Any) -> None: ...
+
+    def round_ended(self, report: fx.RoundEnded) -> None: ...
+
+
+class Exchange:
+    """Blobs that cannot be had: each fetch fails in its own way."""
+
+    def __init__(self, errors: list[Exception]) -> None:
+        self.errors = errors
+
+    async def fetch(self, *_: Any, **__: Any) -> None:
+        if self.errors:
+            raise self.errors.pop()
+
+
+async def make(tmp_path: Path, errors: list[Exception]) -> Conductor:
+    state_dir = StateDir(tmp_path / "state")
+    state_dir.acquire()
+    store = Store(state_dir, RUN)
+    settings = SyncConfig(local_steps=1)
+    peer = SyncPeer("me", RUN, SIZES, settings, ToySigner("me"), seed=0)
+    workshop = Workshop(RUN, SIZES, settings, StoredBlobs(store.blobs))
+    nobody: Any = Nobody()
+    conductor = Conductor(peer, workshop, store, nobody, Exchange(errors), nobody, keep=())  # type: ignore[arg-type]
+    await conductor.serve()
+    return conductor
+
+
+async def test_fetchers_survive_whatever_a_fetch_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = 3 * FETCHERS
+    conductor = await make(tmp_path, [ValueError("a source that is no peer id") for _ in range(count)])
+    seen: list[bool] = []
+    monkeypatch.setattr(conductor.peer, "on_fetched", lambda now, unit, ok: seen.append(ok))
+    for index in range(count + 1):
+        conductor.peer.context.emit(fx.Fetch("expert-0", f"{index:064x}", 8, ("x",), False))
+    conductor.drain()
+    async with asyncio.timeout(10):
+        while len(seen) <= count:
+            await asyncio.sleep(0)
+    await conductor.close()
+    assert seen == [False] * count + [True]
+
+
+async def test_an_event_that_fails_does_not_stop_the_clock(tmp_path: Path) -> None:
+    conductor = await make(tmp_path, [])
+
+    def event(now: float) -> None:
+        conductor.peer.context.emit(fx.Strike("other", "reason"))
+        raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError):
+        conductor.tell(event)
+    await conductor.close()
+    assert conductor.strikes == {"other": 1}
