@@ -109,6 +109,9 @@ class SyncConfig(Section):
     max_delta_rms: float = Field(default=0.1, gt=0, description="a contribution with a larger RMS value is refused")
     stale_rounds: int = Field(default=20, ge=1, description="work older than this many rounds is dropped")
     anchor_rounds: int = Field(default=8, ge=1, description="rounds between full unit states on disk")
+    refresh_every: int = Field(
+        default=1, ge=1, le=64, description="rounds in which those who do not train an expert fetch it once"
+    )
     evaluate_rounds: int = Field(default=1, ge=1, description="rounds between held-out evaluations")
 
 

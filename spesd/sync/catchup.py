@@ -13,7 +13,7 @@ from itertools import pairwise
 from math import inf
 
 from spesd.sync.context import Context
-from spesd.sync.ledger import Entry, Head, PeerId, UnitId, is_better
+from spesd.sync.ledger import Entry, Head, PeerId, UnitId, is_better, shortest_way
 from spesd.sync.messages import EntryInfo, HeadInfo, Heads, Trail, TrailRequest
 from spesd.sync.pipeline import Pipeline, Step, TakeState
 
@@ -49,7 +49,7 @@ class CatchUp:
         for unit, head in heads.items():
             if unit not in self._context.sizes:
                 continue
-            if is_better(head, self._context.ledger[unit].head) and self._context.believes(head):
+            if self._context.wants(unit, head) and self._context.believes(head):
                 self._offers[unit][peer] = head
             else:
                 self._offers[unit].pop(peer, None)
@@ -68,8 +68,8 @@ class CatchUp:
 
     def behind(self) -> list[UnitId]:
         """Units of which somebody is known to have a better state."""
-        ledger = self._context.ledger
-        return [u for u, offers in self._offers.items() if any(is_better(h, ledger[u].head) for h in offers.values())]
+        wants = self._context.wants
+        return [unit for unit, offers in self._offers.items() if any(wants(unit, head) for head in offers.values())]
 
     def has_better_than(self, heads: Mapping[UnitId, Head]) -> bool:
         """Whether we have a better state of any unit than a peer with `heads`, so that an answer is worth it."""
@@ -152,7 +152,7 @@ class CatchUp:
             self._offers[unit].pop(peer, None)
             return
         try:
-            steps, end = plan(trail, head)
+            steps, end = plan(trail, head, self._context.is_lazy(unit))
         except ValueError as error:
             self._context.strike(peer, f"trail of {unit}: {error}")
             self._offers[unit].pop(peer, None)
@@ -177,24 +177,31 @@ def _batches(units: Mapping[UnitId, list[HeadInfo]]) -> list[dict[UnitId, list[H
     return batches
 
 
-def plan(trail: Trail, head: Head | None) -> tuple[list[Step], Head]:
-    """The steps from `head` along `trail`, and the state to which they lead. Raises ValueError if it has a gap."""
+def plan(trail: Trail, head: Head | None, lazy: bool = False) -> tuple[list[Step], Head]:
+    """The steps from `head` along `trail`, and the state to which they lead. Raises ValueError if it has a gap.
+
+    A unit that is followed lazily is taken to its last refresh, by the fewest packets.
+    """
     entries = [info.entry() for info in trail.entries]
     for before, after in pairwise(entries):
-        if before.after != after.before:
+        if not after.follows(before.after):
             raise ValueError(f"gap between versions {before.after.version} and {after.before.version}")
     if any(entry.unit != trail.unit for entry in entries):
         raise ValueError("entries of another unit")
     if trail.anchor is None:
         if not entries:
             raise ValueError("neither a state nor a packet")
-        # no steps if our head has moved on since we asked
-        return list(entries) if entries[0].before == head else [], entries[-1].after
+        if head is None or not entries[0].follows(head):
+            return [], entries[-1].after  # our head has moved on since we asked
+        packets = to_last_refresh(entries, head) if lazy else entries
+        return list(packets), packets[-1].after
     anchor = trail.anchor.head()
     common = trail.common.head() if trail.common else None
     replay = _replay(entries, anchor)
+    if lazy:
+        replay = to_last_refresh(replay, anchor, or_all=False)
     floor = common.version if common else -1
-    starts = {entries[0].before, *(entry.after for entry in entries)} if entries else {anchor}
+    starts = {entries[0].before, entries[0].start, *(entry.after for entry in entries)} if entries else {anchor}
     if common is not None and common.version < anchor.version and common not in starts:
         raise ValueError(f"no account of what follows version {common.version}")
     account = tuple(e for e in entries if floor < e.after.version <= anchor.version)
@@ -202,9 +209,15 @@ def plan(trail: Trail, head: Head | None) -> tuple[list[Step], Head]:
     return steps, replay[-1].after if replay else anchor
 
 
+def to_last_refresh(entries: list[Entry], start: Head, or_all: bool = True) -> list[Entry]:
+    """The shortest way from `start` to the last refresh among `entries`; if there is none, all of them or nothing."""
+    last = max((at for at, entry in enumerate(entries) if entry.base is not None), default=-1)
+    return shortest_way(entries[: last + 1], start) or (entries if or_all else [])
+
+
 def _replay(entries: list[Entry], anchor: Head) -> list[Entry]:
     for at, entry in enumerate(entries):
-        if entry.before == anchor:
+        if entry.follows(anchor):
             return entries[at:]
     if entries and entries[-1].after != anchor:
         raise ValueError(f"entries do not pass through the anchor of version {anchor.version}")

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from spesd.config.manifest import SyncConfig
 from spesd.sync.effects import Effect, Send, Strike
-from spesd.sync.ledger import Head, Ledger, PeerId, UnitId
+from spesd.sync.ledger import Head, Ledger, PeerId, UnitId, is_better
 from spesd.sync.messages import MAX_ROUND_WEIGHT, Message
 from spesd.sync.rendezvous import rank
 
@@ -62,6 +62,27 @@ class Context:
         """Whether a told state can be: no round far ahead of all that we know, no more weight than rounds can give."""
         near = head.version <= self.newest_round + MAX_ROUND_JUMP
         return near and head.weight <= head.version * MAX_ROUND_WEIGHT
+
+    def is_lazy(self, unit: UnitId) -> bool:
+        """Whether we follow `unit` by its refreshes only: an expert that others train."""
+        return self.settings.refresh_every > 1 and unit.startswith("expert") and unit not in self.owned
+
+    def is_refresh(self, unit: UnitId, before: int, after: int) -> bool:
+        """Whether the packet from version `before` to `after` is a refresh: the first in a span of `refresh_every`."""
+        every = self.settings.refresh_every
+        return every > 1 and unit.startswith("expert") and before // every < after // every
+
+    def refresh_base(self, unit: UnitId, before: int, after: int) -> Head | None:
+        """The state at which the packet from version `before` to `after` starts if it is a refresh, else None."""
+        return self.ledger[unit].refreshed if self.is_refresh(unit, before, after) else None
+
+    def wants(self, unit: UnitId, head: Head) -> bool:
+        """Whether a state is better than ours, and, of a unit that we follow lazily, newer by a refresh."""
+        ours = self.ledger[unit].head
+        if not is_better(head, ours):
+            return False
+        every = self.settings.refresh_every
+        return ours is None or not self.is_lazy(unit) or head.version // every > ours.version // every
 
     def coordinators(self, round_: int) -> list[PeerId]:
         """Live peers in the order in which they may coordinate `round_`."""

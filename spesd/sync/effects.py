@@ -59,13 +59,14 @@ class Encode:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Combine contributions into a packet: `on_reduced`."""
+    """Combine contributions into a packet: `on_reduced`. With `refresh` its update starts at that older state."""
 
     round: int
     roster: str
     unit: UnitId
     base: Head
     contributions: tuple[Contributor, ...]
+    refresh: Head | None = None
 
 
 @dataclass(frozen=True, slots=True)

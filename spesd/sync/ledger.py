@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -31,7 +31,11 @@ class Contributor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One link of a chain: the packet that took `unit` from `before` to `after`."""
+    """One link of a chain: the packet that took `unit` from `before` to `after`.
+
+    A *refresh* has a `base`, a state some links back, and its packet holds the whole way from there: who has `base`
+    needs none of the packets in between (`sync.refresh_every`).
+    """
 
     unit: UnitId
     before: Head
@@ -39,8 +43,20 @@ class Entry:
     packet: str
     size: int
     contributors: tuple[Contributor, ...]
+    base: Head | None = None
+
+    @property
+    def start(self) -> Head:
+        """The state to which the packet's update is added."""
+        return self.base or self.before
+
+    def follows(self, head: Head | None) -> bool:
+        """Whether the entry leads on from `head`: link by link, or as a refresh."""
+        return head is not None and head in (self.before, self.start)
 
     def __post_init__(self) -> None:
+        if self.start.version > self.before.version:
+            raise ValueError(f"{self.unit}: base {self.start.version} is newer than version {self.before.version}")
         if self.after.version <= self.before.version:
             raise ValueError(f"{self.unit}: version {self.after.version} does not follow {self.before.version}")
         if self.after.weight != self.before.weight + sum(c.weight for c in self.contributors):
@@ -67,7 +83,8 @@ def is_better(candidate: Head, current: Head | None) -> bool:
 class Chain:
     """The recent history of one unit: an anchor (a full state kept on disk) and the entries that follow it.
 
-    The anchor before the newest is kept too, so that a download from it can end.
+    The anchor before the newest is kept too, so that a download from it can end. Whoever follows a unit by its
+    refreshes has no other entries.
     """
 
     anchors: list[Head] = field(default_factory=list)
@@ -85,9 +102,15 @@ class Chain:
         """Entries after the newest anchor."""
         return len(self.after(self.anchors[-1]) or ()) if self.anchors else 0
 
+    @property
+    def refreshed(self) -> Head | None:
+        """The state at which the unit was last refreshed: the base of its next refresh."""
+        ends = [entry.after for entry in self.entries if entry.base is not None]
+        return ends[-1] if ends else next(iter(self.anchors), None)
+
     def append(self, entry: Entry) -> None:
         """Extend the chain. Raises BrokenChain if `entry` does not start at the head."""
-        if entry.before != self.head:
+        if not entry.follows(self.head):
             raise BrokenChain(f"{entry.unit}: entry starts at {entry.before}, the chain ends at {self.head}")
         self.entries.append(entry)
 
@@ -113,18 +136,35 @@ class Chain:
         return dropped
 
     def after(self, head: Head) -> list[Entry] | None:
-        """Entries that lead from `head` to the newest, or None if `head` is not part of the chain."""
+        """All entries that follow `head`, or None if it is not part of the chain."""
         if head == self.head:
             return []
         for at, entry in enumerate(self.entries):
             if entry.before == head:
                 return self.entries[at:]
+        for at, entry in enumerate(self.entries):
+            if entry.base == head:
+                return self.entries[at:]
         return None
+
+    def way(self, head: Head) -> list[Entry]:
+        """The shortest way from `head` to the newest state; empty if `head` is not part of the chain."""
+        return shortest_way(self.entries, head)
 
     def history(self) -> list[Head]:
         """All states that the chain still remembers, oldest first."""
         first = self.anchors[:1]
         return first + [entry.after for entry in self.entries]
+
+
+def shortest_way(entries: Sequence[Entry], start: Head) -> list[Entry]:
+    """The fewest of `entries` (in order) that lead from `start` to the last one's end; empty if none do."""
+    way: list[Entry] = []
+    here, rest = start, list(entries)
+    while onward := [at for at, entry in enumerate(rest) if entry.follows(here)]:
+        way.append(rest[onward[-1]])
+        here, rest = way[-1].after, rest[onward[-1] + 1 :]
+    return way if not rest else []
 
 
 class Ledger:

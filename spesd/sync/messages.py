@@ -73,19 +73,25 @@ class EntryInfo(Message):
     packet: Hash
     size: Annotated[int, Field(ge=1, le=1 << 40)]
     contributors: Annotated[list[ContributorInfo], Field(min_length=1, max_length=MAX_CONTRIBUTORS)]
+    base: HeadInfo | None = None
 
     @classmethod
     def of(cls, entry: Entry) -> EntryInfo:
-        names = [ContributorInfo(peer=c.peer, weight=c.weight, blob=c.blob) for c in entry.contributors]
-        before, after = HeadInfo.of(entry.before), HeadInfo.of(entry.after)
         return cls(
-            unit=entry.unit, before=before, after=after, packet=entry.packet, size=entry.size, contributors=names
+            unit=entry.unit,
+            before=HeadInfo.of(entry.before),
+            after=HeadInfo.of(entry.after),
+            packet=entry.packet,
+            size=entry.size,
+            contributors=[ContributorInfo(peer=c.peer, weight=c.weight, blob=c.blob) for c in entry.contributors],
+            base=HeadInfo.of(entry.base) if entry.base else None,
         )
 
     def entry(self) -> Entry:
         """Raises ValueError if version or weight do not follow."""
         names = tuple(Contributor(c.peer, c.weight, c.blob) for c in self.contributors)
-        return Entry(self.unit, self.before.head(), self.after.head(), self.packet, self.size, names)
+        base = self.base.head() if self.base else None
+        return Entry(self.unit, self.before.head(), self.after.head(), self.packet, self.size, names, base)
 
 
 class Ready(Message):

@@ -343,12 +343,15 @@ class SyncPeer:
             return
         if entry.unit not in self.context.sizes or not self.context.believes(entry.after):
             return
-        if not is_better(entry.after, self.ledger[entry.unit].head):
+        head = self.ledger[entry.unit].head
+        if not is_better(entry.after, head):
             return
         round_ = self.rounds.get(entry.after.version)
         if round_ is not None and round_.accepts(entry):
             round_.announced(entry)
-        if entry.before == self.ledger[entry.unit].head and not self.pipeline.busy(entry.unit):
+        if not self.context.wants(entry.unit, entry.after):
+            return
+        if entry.follows(head) and not self.pipeline.busy(entry.unit):
             self.pipeline.go(entry.unit, [entry], [sender, *(c.peer for c in entry.contributors)])
         else:
             self.catchup.heard(sender, {entry.unit: entry.after})

@@ -126,10 +126,13 @@ class Pipeline:
     def _apply(self, unit: UnitId) -> None:
         context, step = self._context, self._ways[unit].steps[0]
         if isinstance(step, Entry):
-            if step.before != context.ledger[unit].head:
+            if not step.follows(context.ledger[unit].head):
                 del self._ways[unit]
                 return
-            anchor = context.ledger[unit].since_anchor + 1 >= context.settings.anchor_rounds
+            # what the next refresh starts from must be there in full
+            due = context.ledger[unit].since_anchor + 1 >= context.settings.anchor_rounds
+            refreshes = context.settings.refresh_every > 1 and unit.startswith("expert")
+            anchor = step.base is not None if refreshes else due
             context.emit(Commit(step, self._work.accepted_by(step), anchor))
         else:
             accepted, returned = self._work.moved(unit, step.common, step.entries)

@@ -56,6 +56,8 @@ class Round:
         self._gone: set[PeerId] = set()
         self.units: dict[UnitId, UnitRound] = {}
         for unit, row in roster.units.items():
+            if context.is_lazy(unit) and not context.is_refresh(unit, row.head.version, roster.round):
+                continue  # nobody waits for what nobody here fetches
             weights = capped_weights({p: roster.tokens[p] for p in row.contributors}, context.settings.weight_cap)
             order = context.reducers(roster.round, unit, row.contributors)[:MAX_STAGES]
             self.units[unit] = UnitRound(row.head.head(), weights, order)
@@ -113,6 +115,8 @@ class Round:
         """Whether a packet of this round follows its roster: right start, known contributors, capped weights."""
         state = self.units.get(entry.unit)
         if state is None or entry.before != state.base:
+            return False
+        if entry.base != self._context.refresh_base(entry.unit, entry.before.version, self.number):
             return False
         row = self.roster.units[entry.unit]
         tokens = {peer: self.roster.tokens[peer] for peer in row.contributors}
@@ -241,4 +245,5 @@ class Round:
         if state.received and (not waiting or now >= closes):
             state.reducing = True
             rows = tuple(Contributor(p, state.weights[p], state.received[p]) for p in sorted(state.received))
-            self._context.emit(Reduce(self.number, self.hash, unit, state.base, rows))
+            refresh = self._context.refresh_base(unit, state.base.version, self.number)
+            self._context.emit(Reduce(self.number, self.hash, unit, state.base, rows, refresh))

@@ -111,13 +111,22 @@ class Workshop:
         merge = self._merging.update(effect.unit, effect.round, self.agreed) if self._merging else None
         if merge is not None:
             change += merge
+        start, values = effect.refresh or effect.base, self.agreed[effect.unit]
+        if start != effect.base:
+            try:
+                values = self._state(effect.unit, start)
+            except Rejected:
+                start = effect.base  # those who wait for the refresh fetch a full state instead
+            else:
+                change += self.agreed[effect.unit] - values
         payload = self._codec.encode(change)
-        after = self.agreed[effect.unit] + self._codec.decode(payload, self._sizes[effect.unit])
-        header = self._header(packet.Kind.PACKET, effect, effect.base, state_hash(after), tuple(names))
+        after = values + self._codec.decode(payload, self._sizes[effect.unit])
+        header = self._header(packet.Kind.PACKET, effect, start, state_hash(after), tuple(names))
         data = packet.write(header, self._codec, payload)
         weight = effect.base.weight + sum(name.weight for name in names)
         head = Head(effect.round, header.after, weight)
-        entry = Entry(effect.unit, effect.base, head, self._blobs.put(data), len(data), tuple(names))
+        base = start if effect.refresh == start else None
+        entry = Entry(effect.unit, effect.base, head, self._blobs.put(data), len(data), tuple(names), base)
         return Reduced(entry, refused)
 
     def commit(self, effect: Commit) -> Values:
@@ -127,28 +136,23 @@ class Workshop:
         """
         entry = effect.entry
         unit = entry.unit
-        if self._heads.get(unit) != entry.before:
+        if not entry.follows(self._heads.get(unit)):
             raise Rejected(f"{unit} is not at version {entry.before.version}")
         header, update = self._read(entry.packet, packet.Kind.PACKET, unit)
         told = (header.from_version, header.round, header.before, header.after, header.contributors)
-        if told != (entry.before.version, entry.after.version, entry.before.hash, entry.after.hash, entry.contributors):
+        if told != (entry.start.version, entry.after.version, entry.start.hash, entry.after.hash, entry.contributors):
             raise Rejected(f"packet {entry.packet[:12]} of {unit} says something else than its entry")
+        rounds = entry.after.version - entry.start.version if entry.base else 1
         try:
-            aggregate.check(update, self._sizes[unit], PACKET_SLACK * self._settings.max_delta_rms)
+            aggregate.check(update, self._sizes[unit], PACKET_SLACK * self._settings.max_delta_rms * rounds)
         except aggregate.Refused as error:
             raise Rejected(f"packet {entry.packet[:12]} of {unit}: {error}") from None
-        new = self.agreed[unit] + update
+        new = self._state(unit, entry.start) + update
         return self._replace(unit, entry.after, new, effect.accepted, (), keep=effect.anchor)
 
     def adopt(self, effect: Adopt) -> Values:
         """Replace the agreed state by a full one. Returns the trainer's shift, float32 [size]. Raises Rejected."""
-        size = self._sizes[effect.unit]
-        data = self._get(effect.head.hash)
-        if len(data) != 4 * size:
-            raise Rejected(f"state of {effect.unit} has {len(data)} bytes, not {4 * size}")
-        new = np.frombuffer(data, "<f4").astype(np.float32)
-        if not np.isfinite(aggregate.rms(new)):
-            raise Rejected(f"state of {effect.unit} is not finite")
+        new = self._read_state(effect.unit, effect.head)
         return self._replace(effect.unit, effect.head, new, effect.accepted, effect.returned, keep=False)
 
     def restore(self, unit: UnitId, head: Head, values: Values) -> None:
@@ -162,6 +166,20 @@ class Workshop:
         return self._read(blob, packet.Kind.CONTRIBUTION, unit)[1]
 
     # Inside ----------------------------------------------------------------------------------------------------------
+
+    def _state(self, unit: UnitId, head: Head) -> Values:
+        """The agreed state, or an older one that is kept in full. Raises Rejected."""
+        return self.agreed[unit] if self._heads.get(unit) == head else self._read_state(unit, head)
+
+    def _read_state(self, unit: UnitId, head: Head) -> Values:
+        """The values of a full state among the blobs, float32 [size]. Raises Rejected."""
+        data = self._get(head.hash)
+        if len(data) != 4 * self._sizes[unit]:
+            raise Rejected(f"state of {unit} has {len(data)} bytes, not {4 * self._sizes[unit]}")
+        values = np.frombuffer(data, "<f4").astype(np.float32)
+        if not np.isfinite(aggregate.rms(values)):
+            raise Rejected(f"state of {unit} is not finite")
+        return values
 
     def _replace(
         self,
