@@ -24,6 +24,7 @@ from spesd.sync.simulation import Conditions, Node, World
 from spesd.sync.toys import Move
 
 PEERS = 4
+MODEL = {"layers": 3, "width": 96, "heads": 4, "expert_width": 96, "experts": 8, "top_k": 2, "vocabulary": 256}
 CURVE_POINTS = 6
 WARMUP_STEPS = 20
 FP32 = 4
@@ -40,6 +41,7 @@ class Row:
     kind: Literal["centralised", "alone", "diloco", "server", "swarm"]
     every: int = 5
     owned: int = 2
+    model: Mapping[str, Any] = field(default_factory=dict)
     sync: Mapping[str, Any] = field(default_factory=dict)
     merge: Mapping[str, Any] = field(default_factory=dict)
     optimizer: Mapping[str, Any] = field(default_factory=dict)
@@ -90,7 +92,7 @@ def draft_for(row: Row, setting: Setting, seed: int) -> Draft:
     sync: dict[str, Any] = {"local_steps": row.every, "codec": "fp32", "shared_shards": PEERS, "gather_seconds": 2.5}
     return Draft(
         name="quality",
-        model=ModelConfig(layers=3, width=96, heads=4, expert_width=96, experts=8, top_k=2, vocabulary=256, seed=seed),
+        model=ModelConfig(**MODEL | {"seed": seed} | dict(row.model)),
         optimizer=OptimizerConfig(**optimizer | dict(row.optimizer)),
         data=DataConfig(sequence_length=128, held_out_sequences=64),
         sync=SyncConfig(**sync | dict(row.sync)),

@@ -39,6 +39,9 @@ class ModelConfig(Section):
     rope_theta: float = Field(default=10000.0, gt=0)
     norm_eps: float = Field(default=1e-6, gt=0)
     init_std: float = Field(default=0.02, gt=0)
+    common_expert: bool = Field(
+        default=False, description="experts have matrices in common, trained by all peers and added to each one's own"
+    )
     renormalise_top_k: bool = Field(default=False, description="divide the top-k router weights by their sum")
     load_balance_loss: float = Field(default=0.01, ge=0)
     router_z_loss: float = Field(default=0.001, ge=0)

@@ -2,7 +2,7 @@
 
 Values are uniform with standard deviation `init_std`, not normal: a normal transform needs log and cos, whose last bit
 differs between maths libraries, while this one is an exact integer times one correctly rounded fp32 product. Norms are
-ones.
+ones, and what experts have in common is zero.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ def initial_state(layout: UnitLayout) -> np.ndarray:
         size = prod(shape)
         if name.endswith("norm"):
             state[at : at + size] = 1.0
+        elif name.endswith("common"):
+            state[at : at + size] = 0.0
         at += size
     return state
 

@@ -4,6 +4,9 @@ Tokens are sorted by expert, trained experts first, so that each matrix needs tw
 experts, one over the frozen ones. The backward pass is written out because it can then keep far less than autograd
 would: the input once (not once per chosen expert) and the gate and up products, but neither the activation nor the
 outputs of the experts. Weights are cast to the compute dtype on the fly, so no copy of them is kept either.
+
+Experts may have matrices in common: then each computes with its own plus the common ones. Those are shared parameters,
+so that the tokens of every peer reach every expert, for the memory and the bytes of a single one.
 """
 
 from __future__ import annotations
@@ -43,8 +46,8 @@ class ExpertLayer(nn.Module):
         for name in ("slots", "frozen_gate_up", "frozen_down"):
             self.register_buffer(name, empty, persistent=False)
 
-    def forward(self, x: Tensor, router: Tensor) -> tuple[Tensor, RouterLosses]:
-        """Map [tokens, width] to [tokens, width]; `router` is [experts, width].
+    def forward(self, x: Tensor, router: Tensor, common: Tensor | None = None) -> tuple[Tensor, RouterLosses]:
+        """Map [tokens, width] to [tokens, width]; `router` is [experts, width], `common` [3F, width] or None.
 
         The router weight is applied after the expert. Routing runs in fp32 whatever autocast says.
         """
@@ -58,7 +61,7 @@ class ExpertLayer(nn.Module):
             weights = weights / weights.sum(-1, keepdim=True)
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         matrices = (self.gate_up, self.down, self.frozen_gate_up, self.frozen_down)
-        y: Tensor = _SparseExperts.apply(x.to(dtype), weights, self.slots[chosen], *matrices)  # type: ignore[no-untyped-call]
+        y: Tensor = _SparseExperts.apply(x.to(dtype), weights, self.slots[chosen], common, *matrices)  # type: ignore[no-untyped-call]
         return y, losses
 
 
@@ -84,8 +87,13 @@ class _Segment(NamedTuple):
     down: Tensor
 
 
-def _segments(counts: Tensor, split: int, rows: Tensor, matrices: Sequence[Tensor]) -> tuple[_Segment, _Segment]:
+def _segments(
+    counts: Tensor, split: int, rows: Tensor, common: Tensor | None, matrices: Sequence[Tensor]
+) -> tuple[_Segment, _Segment]:
     """Trained and frozen segment of `rows`, cut at row `split`; `counts` is int64 [experts] in slot order."""
+    if common is not None:
+        width = matrices[1].shape[1]
+        matrices = [m + c for m, c in zip(matrices, 2 * (common[: 2 * width], common[2 * width :]), strict=True)]
     trained_gate_up, trained_down, frozen_gate_up, frozen_down = (matrix.to(rows.dtype) for matrix in matrices)
     trained, frozen = counts.split_with_sizes([len(trained_gate_up), len(frozen_gate_up)])
     return (
@@ -98,33 +106,36 @@ class _SparseExperts(torch.autograd.Function):
     """SwiGLU experts over [T, H] with router weights [T, k] and expert slots [T, k]; see the module's docstring."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, slots: Tensor, *matrices: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weights: Tensor, slots: Tensor, common: Tensor | None, *matrices: Tensor
+    ) -> Tensor:
         top_k = slots.shape[1]
         order = slots.flatten().argsort(stable=True)
         counts = torch.bincount(slots.flatten(), minlength=len(matrices[0]) + len(matrices[2]))
         ctx.split = int(counts[: len(matrices[0])].sum())  # the layer's one synchronisation with the device
         rows = x[order // top_k]
         hidden, outputs = [], []
-        for segment in _segments(counts, ctx.split, rows, matrices):
+        for segment in _segments(counts, ctx.split, rows, common, matrices):
             if segment.rows.start == segment.rows.stop:
                 hidden.append(rows.new_empty(0, 2 * segment.down.shape[1]))
                 continue
             hidden.append(grouped_matmul(rows[segment.rows], segment.gate_up.mT, segment.ends))
             gate, up = hidden[-1].chunk(2, dim=-1)
             outputs.append(grouped_matmul(F.silu(gate) * up, segment.down, segment.ends))
-        ctx.save_for_backward(x, weights, order, counts, *hidden, *matrices)
+        ctx.save_for_backward(x, weights, order, counts, common, *hidden, *matrices)
         by_token = torch.cat(outputs)[_inverse(order)].view(*slots.shape, -1)
         return (by_token * weights.to(x.dtype).unsqueeze(-1)).sum(1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        x, weights, order, counts, trained_hidden, frozen_hidden, *matrices = ctx.saved_tensors
+        x, weights, order, counts, common, trained_hidden, frozen_hidden, *matrices = ctx.saved_tensors
         token = order // weights.shape[1]
         rows, grad_rows, weight = x[token], grad_output[token], weights.flatten()[order].to(x.dtype).unsqueeze(-1)
         grad_x, grad_weight = torch.empty_like(rows), torch.empty_like(order, dtype=weights.dtype)
         grad_matrices: list[Tensor | None] = [None] * 4
-        trained, frozen = _segments(counts, ctx.split, rows, matrices)
+        grad_common = torch.zeros_like(common) if common is not None else None
+        trained, frozen = _segments(counts, ctx.split, rows, common, matrices)
         for segment, hidden in ((trained, trained_hidden), (frozen, frozen_hidden)):
             at = segment.rows
             if at.start == at.stop:
@@ -136,13 +147,16 @@ class _SparseExperts(torch.autograd.Function):
             grad_weight[at] = (grad_activation * activation).sum(-1).to(weights.dtype)
             grad_hidden = _swiglu_backward(grad_activation * weight[at], gate, up)
             grad_x[at] = grouped_matmul(grad_hidden, segment.gate_up, segment.ends)
+            activation *= weight[at]
             if segment is trained:
                 grad_gate_up = grouped_outer(grad_hidden, rows[at], segment.ends)
-                grad_down = grouped_outer(activation * weight[at], grad_rows[at], segment.ends)
+                grad_down = grouped_outer(activation, grad_rows[at], segment.ends)
                 grad_matrices[:2] = grad_gate_up.to(matrices[0].dtype), grad_down.to(matrices[1].dtype)
+            if grad_common is not None:
+                grad_common += torch.cat([grad_hidden.mT @ rows[at], activation.mT @ grad_rows[at]])
         back = _inverse(order)
         grad_input = grad_x[back].view(*weights.shape, -1).sum(1)
-        return grad_input, grad_weight[back].view_as(weights), None, *grad_matrices
+        return grad_input, grad_weight[back].view_as(weights), None, grad_common, *grad_matrices
 
 
 def _swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> Tensor:

@@ -84,6 +84,7 @@ class Layer(nn.Module):
         self.attention = Attention(config)
         self.expert_norm = _unbound()
         self.router = _unbound()
+        self.common = _unbound() if config.common_expert else None
         self.experts = ExpertLayer(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, RouterLosses]:
@@ -91,7 +92,7 @@ class Layer(nn.Module):
         shape, eps = (self.config.width,), self.config.norm_eps
         x = x + self.attention(F.rms_norm(x, shape, self.attention_norm, eps), cos, sin)
         normed = F.rms_norm(x, shape, self.expert_norm, eps)
-        y, losses = self.experts(normed.flatten(0, 1), self.router)
+        y, losses = self.experts(normed.flatten(0, 1), self.router, self.common)
         return x + y.view_as(x), losses
 
 

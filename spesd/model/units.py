@@ -48,7 +48,11 @@ class UnitLayout:
             shapes |= {f"{p}attention.{name}": (m.width, m.width) for name in ("q", "k", "v", "o")}
             shapes |= {f"{p}attention.q_norm": (m.width,), f"{p}attention.k_norm": (m.width,)}
             shapes |= {f"{p}expert_norm": (m.width,), f"{p}router": (m.experts, m.width)}
-        return shapes | {"final_norm": (m.width,), "head": (m.vocabulary, m.width)}
+        shapes |= {"final_norm": (m.width,), "head": (m.vocabulary, m.width)}
+        if m.common_expert:  # at the end, so that all other values are where they are without
+            common = (len(EXPERT_MATRICES) * m.expert_width, m.width)
+            shapes |= {f"layers.{layer}.common": common for layer in range(m.layers)}
+        return shapes
 
     @cached_property
     def shared_size(self) -> int:

@@ -39,6 +39,21 @@ def test_the_loss_does_not_depend_on_who_owns_what():
     assert losses == pytest.approx([losses[0]] * 3, abs=1e-6)
 
 
+def test_common_matrices_begin_at_zero_and_fold_into_the_experts():
+    blocks = torch.randint(32, (2, 13), generator=torch.Generator().manual_seed(0))
+    plain_weights, plain = decoder()
+    weights, model = decoder(common_expert=True)
+    assert model.loss(blocks).total.item() == plain.loss(blocks).total.item()
+    for layer in model.layers:
+        layer.common.data.normal_(std=0.1)
+    for expert in range(4):
+        own = plain_weights.values(f"expert-{expert}").view(2, -1)
+        for index, layer in enumerate(model.layers):
+            own[index] += layer.common.data.flatten()
+    assert model.loss(blocks).total.item() == pytest.approx(plain.loss(blocks).total.item(), abs=1e-5)
+    assert weights.layout.shared_size == plain_weights.layout.shared_size + weights.layout.expert_size
+
+
 def test_every_trained_parameter_gets_a_gradient_in_place():
     weights, model = decoder(("expert-0", "expert-1", "expert-2", "expert-3"))
     model.loss(torch.randint(32, (4, 13), generator=torch.Generator().manual_seed(0))).total.backward()

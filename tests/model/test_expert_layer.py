@@ -69,6 +69,30 @@ def test_values_and_gradients_equal_the_loop(owned, tokens, top_k, renormalise):
         torch.testing.assert_close(weights.gradient(f"expert-{e}").view(3, 8, 8), wanted, **close)
 
 
+@pytest.mark.parametrize("owned", [[], [1, 3], [0, 1, 2, 3, 4]])
+def test_what_experts_have_in_common_is_added_to_each_and_learns_from_all_tokens(owned):
+    weights, layer = make(owned)
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(12, 8, generator=generator, requires_grad=True)
+    common = torch.randn(24, 8, generator=generator, requires_grad=True)
+    y, _ = layer.experts(x, layer.router, common)
+    y.square().sum().backward()
+
+    x2, common2 = (t.detach().clone().requires_grad_() for t in (x, common))
+    router = layer.router.detach().clone().requires_grad_()
+    own = [weights.values(f"expert-{e}").clone().view(3, 8, 8).requires_grad_() for e in range(5)]
+    expected = loop(x2, router, [matrices + common2.view(3, 8, 8) for matrices in own], layer.config)
+    expected.square().sum().backward()
+
+    close = {"atol": 1e-2, "rtol": 1e-4}
+    torch.testing.assert_close(y, expected, **close)
+    for ours, wanted in ((x, x2), (common, common2), (layer.router, router)):
+        torch.testing.assert_close(ours.grad, wanted.grad, **close)
+    for e in owned:
+        if own[e].grad is not None:
+            torch.testing.assert_close(weights.gradient(f"expert-{e}").view(3, 8, 8), own[e].grad, **close)
+
+
 def test_frozen_experts_have_no_gradient_and_stay():
     weights, layer = make([1])
     before = weights.frozen.clone()
