@@ -1,7 +1,7 @@
 """Catching up: find out who has better states than ours, ask for the way there, and take it.
 
 One mechanism serves the joiner with nothing, the peer that missed rounds, and the loser of a fork: the way is a list
-of packets if our state lies on the other's chain, else a full state and the packets after it.
+of packets if our state lies on the other's chain, or a full state and the packets after it (`trail.py`).
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from math import inf
 
 from spesd.sync.context import Context
-from spesd.sync.ledger import Entry, Head, PeerId, UnitId, is_better, shortest_way
+from spesd.sync.ledger import Head, PeerId, UnitId, is_better
 from spesd.sync.messages import EntryInfo, HeadInfo, Heads, Trail, TrailRequest
-from spesd.sync.pipeline import Pipeline, Step, TakeState
+from spesd.sync.pipeline import Pipeline
+from spesd.sync.trail import plan
 
 MAX_HISTORY = 64
 """States of a unit that are named in a request for a trail."""
@@ -127,7 +127,7 @@ class CatchUp:
             if chain.head is None or common == chain.head:
                 continue
             anchor = None
-            if common is None or common != theirs[0] or entries is None:
+            if common is None or common != theirs[0] or entries is None or common.version < chain.anchors[-1].version:
                 anchor = chain.anchors[-1]
                 from_anchor = chain.after(anchor) or []
                 entries = from_anchor if entries is None or len(from_anchor) > len(entries) else entries
@@ -152,7 +152,7 @@ class CatchUp:
             self._offers[unit].pop(peer, None)
             return
         try:
-            steps, end = plan(trail, head, self._context.is_lazy(unit))
+            steps, end = plan(trail, head, 4 * self._context.sizes[unit], self._context.is_lazy(unit))
         except ValueError as error:
             self._context.strike(peer, f"trail of {unit}: {error}")
             self._offers[unit].pop(peer, None)
@@ -175,50 +175,3 @@ def _batches(units: Mapping[UnitId, list[HeadInfo]]) -> list[dict[UnitId, list[H
         batches[-1][unit] = history
         room -= len(history) + 1
     return batches
-
-
-def plan(trail: Trail, head: Head | None, lazy: bool = False) -> tuple[list[Step], Head]:
-    """The steps from `head` along `trail`, and the state to which they lead. Raises ValueError if it has a gap.
-
-    A unit that is followed lazily is taken to its last refresh, by the fewest packets.
-    """
-    entries = [info.entry() for info in trail.entries]
-    for before, after in pairwise(entries):
-        if not after.follows(before.after):
-            raise ValueError(f"gap between versions {before.after.version} and {after.before.version}")
-    if any(entry.unit != trail.unit for entry in entries):
-        raise ValueError("entries of another unit")
-    if trail.anchor is None:
-        if not entries:
-            raise ValueError("neither a state nor a packet")
-        if head is None or not entries[0].follows(head):
-            return [], entries[-1].after  # our head has moved on since we asked
-        packets = to_last_refresh(entries, head) if lazy else entries
-        return list(packets), packets[-1].after
-    anchor = trail.anchor.head()
-    common = trail.common.head() if trail.common else None
-    replay = _replay(entries, anchor)
-    if lazy:
-        replay = to_last_refresh(replay, anchor, or_all=False)
-    floor = common.version if common else -1
-    starts = {entries[0].before, entries[0].start, *(entry.after for entry in entries)} if entries else {anchor}
-    if common is not None and common.version < anchor.version and common not in starts:
-        raise ValueError(f"no account of what follows version {common.version}")
-    account = tuple(e for e in entries if floor < e.after.version <= anchor.version)
-    steps: list[Step] = [TakeState(anchor, common, account), *replay]
-    return steps, replay[-1].after if replay else anchor
-
-
-def to_last_refresh(entries: list[Entry], start: Head, or_all: bool = True) -> list[Entry]:
-    """The shortest way from `start` to the last refresh among `entries`; if there is none, all of them or nothing."""
-    last = max((at for at, entry in enumerate(entries) if entry.base is not None), default=-1)
-    return shortest_way(entries[: last + 1], start) or (entries if or_all else [])
-
-
-def _replay(entries: list[Entry], anchor: Head) -> list[Entry]:
-    for at, entry in enumerate(entries):
-        if entry.follows(anchor):
-            return entries[at:]
-    if entries and entries[-1].after != anchor:
-        raise ValueError(f"entries do not pass through the anchor of version {anchor.version}")
-    return []

@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sync_harness import chain_of, entry, head, links, make_peer, of_kind
 
-from spesd.sync.catchup import MAX_HISTORY, MAX_REQUEST, CatchUp, plan
+from spesd.sync.catchup import MAX_HISTORY, MAX_REQUEST, CatchUp
 from spesd.sync.effects import Fetch, Send, Strike
 from spesd.sync.ledger import Chain, Entry, Head
 from spesd.sync.messages import EntryInfo, HeadInfo, Heads, Trail, TrailRequest
 from spesd.sync.peer import SyncPeer
 from spesd.sync.pipeline import TakeState
+from spesd.sync.trail import plan
 
 UNIT = "expert-0"
 START = head(0, 0)
@@ -36,9 +37,17 @@ def told_by(chain: Chain, request: TrailRequest) -> Trail | None:
     return sent[0].message if sent else None  # type: ignore[return-value]
 
 
-@given(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9), st.integers(1, 5), st.integers(1, 5), st.booleans())
+@given(
+    st.integers(0, 9),
+    st.integers(0, 9),
+    st.integers(0, 9),
+    st.integers(1, 5),
+    st.integers(1, 5),
+    st.booleans(),
+    st.sampled_from([0, 250, 10_000]),
+)
 def test_the_trail_leads_from_any_chain_to_the_teller_s_head(
-    shared: int, mine: int, theirs: int, my_anchors: int, their_anchors: int, nothing: bool
+    shared: int, mine: int, theirs: int, my_anchors: int, their_anchors: int, nothing: bool, state_bytes: int
 ) -> None:
     prefix = links(START, shared)
     fork = prefix[-1].after if prefix else START
@@ -51,7 +60,7 @@ def test_the_trail_leads_from_any_chain_to_the_teller_s_head(
         assert trail is None
         return
     assert trail is not None
-    steps, end = plan(trail, my_chain.head)
+    steps, end = plan(trail, my_chain.head, state_bytes)
     assert end == their_chain.head
     at = my_chain.head
     for step in steps:
@@ -99,7 +108,7 @@ ROWS = links(START, 5)
 )
 def test_a_trail_that_does_not_hold_together_is_refused_with_a_strike(bad: Trail, match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        plan(bad, START)
+        plan(bad, START, 0)
     peer, catchup = asking("other")
     asked_unit = bad.unit
     catchup.heard("other", {asked_unit: head(9, 900)})
@@ -190,9 +199,23 @@ def test_a_trail_that_leads_to_nothing_better_is_not_followed() -> None:
 
 
 def test_a_full_state_comes_first_and_what_follows_it_after() -> None:
-    steps, end = plan(trail(ROWS, anchor=ROWS[2].after), head(0, 0, "mine"))
+    steps, end = plan(trail(ROWS, anchor=ROWS[2].after), head(0, 0, "mine"), 0)
     assert steps == [TakeState(ROWS[2].after, START, tuple(ROWS[:3])), *ROWS[3:]]
     assert end == ROWS[-1].after
+
+
+@pytest.mark.parametrize(("state_bytes", "replayed"), [(299, False), (300, True)])
+def test_packets_are_replayed_unless_a_full_state_is_fewer_bytes(state_bytes: int, replayed: bool) -> None:
+    """Three packets of 100 bytes lead to the anchor, two more lead on from there either way."""
+    steps, end = plan(trail(ROWS, anchor=ROWS[2].after), START, state_bytes)
+    assert steps == (ROWS if replayed else [TakeState(ROWS[2].after, START, tuple(ROWS[:3])), *ROWS[3:]])
+    assert end == ROWS[-1].after
+
+
+def test_who_lags_behind_an_anchor_is_told_of_both_ways() -> None:
+    told = told_by(chain_of(START, ROWS, anchor_every=3), ask(Chain([START])))
+    assert told is not None and told.anchor == HeadInfo.of(ROWS[2].after)
+    assert [info.entry() for info in told.entries] == ROWS
 
 
 def test_many_units_are_asked_for_in_several_small_requests() -> None:
@@ -220,4 +243,4 @@ def test_the_teller_need_not_have_the_better_state() -> None:
     ours = chain_of(START, ROWS[:2])
     told = told_by(ours, ask(chain_of(START, links(START, 4, "ahead"))))
     assert told is not None
-    assert plan(told, head(4, 40, "ahead"))[1] == dataclasses.replace(ROWS[1]).after
+    assert plan(told, head(4, 40, "ahead"), 0)[1] == dataclasses.replace(ROWS[1]).after

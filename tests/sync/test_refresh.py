@@ -6,10 +6,10 @@ import pytest
 from sync_harness import entry, head, links
 from test_simulation import SETTINGS, SIZES, assert_invariant, make_world, settle
 
-from spesd.sync.catchup import plan
 from spesd.sync.ledger import Chain, Entry, Head, shortest_way
 from spesd.sync.messages import EntryInfo, HeadInfo, Trail
 from spesd.sync.simulation import Node, World
+from spesd.sync.trail import plan
 
 EVERY = 4
 LAZY = SETTINGS.model_copy(update={"refresh_every": EVERY})
@@ -132,8 +132,8 @@ def test_the_way_of_a_follower_ends_at_the_last_refresh() -> None:
     entries = refresh(links(start, 4), start)
     more = [*entries, *links(entries[-1].after, 2)]
     trail = Trail(unit="expert-0", common=HeadInfo.of(start), anchor=None, entries=[EntryInfo.of(e) for e in more])
-    assert plan(trail, start, lazy=True) == ([entries[-1]], entries[-1].after)
-    assert plan(trail, start, lazy=False) == (more, more[-1].after)
+    assert plan(trail, start, 0, lazy=True) == ([entries[-1]], entries[-1].after)
+    assert plan(trail, start, 0) == (more, more[-1].after)
 
 
 def test_a_refresh_cannot_start_in_the_future() -> None:
