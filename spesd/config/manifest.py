@@ -115,6 +115,7 @@ class SyncConfig(Section):
     refresh_every: int = Field(
         default=1, ge=1, le=64, description="rounds in which those who do not train an expert fetch it once"
     )
+    lag_rounds: int = Field(default=4, ge=0, description="rounds that a foreign expert may lack when training begins")
     evaluate_rounds: int = Field(default=1, ge=1, description="rounds between held-out evaluations")
 
 

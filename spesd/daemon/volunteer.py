@@ -179,7 +179,7 @@ class Volunteer:
             addresses=tuple(self._transport.addresses()[:16]),
             state=self.state.value,
             round=self.peer.context.newest_round,
-            owned=tuple(sorted(self.peer.context.owned)),
+            owned=tuple(sorted(self.peer.context.owned)) if self.state is State.TRAINING else (),
             version=__version__,
             issued=issued,
             expires=issued + life,
@@ -204,17 +204,18 @@ class Volunteer:
 
     async def _train_forever(self) -> None:
         """Sync, claim experts, train; then review the claims now and then."""
-        while not self.peer.ledger.complete or self.peer.catchup.behind():
-            await asyncio.sleep(IDLE_POLL_SECONDS)
+        mine = frozenset(unit for unit in self.trainer.owned_before if unit in self.peer.context.sizes)
+        self.peer.on_owned(await self._review(mine))  # not yet claimed, but fetched first
+        await self._synced()
         # peers that start together look at the claims one after the other
         await asyncio.sleep(random.uniform(0, CLAIM_JITTER_SECONDS))
-        mine = frozenset(unit for unit in self.trainer.owned_before if unit in self.peer.context.sizes)
         self.peer.on_owned(await self._review(mine))
-        self._records_changed.set()
+        await self._synced()
         newest = self.peer.context.newest_round
         unaccepted = await asyncio.to_thread(self.store.take_unaccepted, newest, self.manifest.sync.stale_rounds)
         await self.trainer.begin(unaccepted)
         self.state = State.TRAINING
+        self._records_changed.set()
         while True:
             await asyncio.sleep(REVIEW_SECONDS * random.uniform(0.8, 1.2))
             owned = await self._review(self.peer.context.owned)
@@ -229,6 +230,11 @@ class Volunteer:
             log.info("experts change", before=sorted(self.peer.context.owned), now=sorted(owned))
             self.trainer.own(owned)
             self._records_changed.set()
+
+    async def _synced(self) -> None:
+        """Wait until all that we train is the newest known. The daemon says meanwhile what is missing."""
+        while not self.peer.catchup.current(self.peer.trained):
+            await asyncio.sleep(IDLE_POLL_SECONDS)
 
     async def _review(self, mine: frozenset[UnitId]) -> frozenset[UnitId]:
         """Decide what to own, from the claims under every expert's key. Without an answer nothing changes."""

@@ -7,7 +7,7 @@ of packets if our state lies on the other's chain, or a full state and the packe
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from math import inf
 
@@ -70,6 +70,14 @@ class CatchUp:
         """Units of which somebody is known to have a better state."""
         wants = self._context.wants
         return [unit for unit, offers in self._offers.items() if any(wants(unit, head) for head in offers.values())]
+
+    def current(self, trained: Set[UnitId]) -> bool:
+        """Whether a peer that trains these units may begin: they are the newest known, the others not far behind."""
+        ledger, allowed = self._context.ledger, self._context.settings.lag_rounds
+        if not ledger.complete or trained & set(self.behind()):
+            return False
+        newest = {unit: max(head.version for head in self._offers[unit].values()) for unit in self.behind()}
+        return all(version - ledger[unit].history()[-1].version <= allowed for unit, version in newest.items())
 
     def has_better_than(self, heads: Mapping[UnitId, Head]) -> bool:
         """Whether we have a better state of any unit than a peer with `heads`, so that an answer is worth it."""

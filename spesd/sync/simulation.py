@@ -88,9 +88,11 @@ class Node:
         if not self.alive:
             return
         peer, world = self.peer, self.world
-        if peer.ledger.complete and not peer.catchup.behind() and peer.idle:
+        if peer.idle:
             owned = self.ownership.review(world.now, peer.context.owned, world.owners(without=self.name))
-            if owned != peer.context.owned or not peer.training:
+            if not peer.catchup.current(peer.trained | owned):
+                peer.on_owned(peer.context.owned if peer.training else owned)  # so that these are fetched first
+            elif owned != peer.context.owned or not peer.training:
                 self._own(owned)
         world.after(world.conditions.review_seconds * world.random.uniform(0.5, 1.5), self.review)
 

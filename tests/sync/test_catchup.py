@@ -218,6 +218,17 @@ def test_who_lags_behind_an_anchor_is_told_of_both_ways() -> None:
     assert [info.entry() for info in told.entries] == ROWS
 
 
+def test_training_may_begin_while_a_foreign_expert_lags_a_little() -> None:
+    peer = make_peer("me", ["a"], lag_rounds=3)
+    for version, unit, current in [(3, "expert-1", True), (4, "expert-1", False), (1, UNIT, False)]:
+        peer.catchup.lost("a")
+        peer.catchup.heard("a", {unit: head(version, 10 * version)})
+        assert peer.catchup.current({UNIT}) is current, (version, unit)
+    peer.ledger.chains["expert-1"] = Chain()
+    peer.catchup.lost("a")
+    assert not peer.catchup.current({UNIT}), "a unit that is not here at all"
+
+
 def test_many_units_are_asked_for_in_several_small_requests() -> None:
     units = [f"expert-{index}" for index in range(300)]
     peer = make_peer("me", ["a"])

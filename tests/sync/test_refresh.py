@@ -71,12 +71,12 @@ def test_fewer_bytes_for_as_many_rounds() -> None:
 def test_a_follower_that_takes_over_an_expert_has_its_newest_state() -> None:
     world = make_world(3, settings=LAZY, budget=4)
     world.run(60)
-    owner = world.nodes["peer1"]
-    unit = next(u for u in sorted(owner.peer.context.owned) if len(owners(world, u)) == 1)
-    world.kill("peer1")
+    unit = next(unit for unit in SIZES if unit.startswith("expert") and len(owners(world, unit)) == 1)
+    (owner,) = owners(world, unit)
+    world.kill(owner.name)
     world.run(60)
     assert owners(world, unit), "nobody took over the expert"
-    world.restart("peer1")
+    world.restart(owner.name)
     world.run(60)
     assert_invariant(world)
     settle(world)
