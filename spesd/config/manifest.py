@@ -101,7 +101,12 @@ class SyncConfig(Section):
     """Rounds: how often, how long each wait lasts, and what a contribution may weigh."""
 
     shared_shards: int = Field(default=4, ge=1, le=4096, description="units that the shared parameters are cut into")
-    codec: Literal["fp32", "fp16"] = "fp16"
+    codec: Literal["fp32", "fp16", "int8", "int4", "topk"] = "fp16"
+    block: int = Field(default=128, ge=16, le=4096, description="values under one scale of int8 and int4; a power of 2")
+    top_share: float = Field(default=0.05, gt=0, le=0.5, description="share of the values that topk keeps")
+    dense_codec: Literal["fp32", "fp16", "int8", "int4"] = Field(
+        default="int8", description="with topk: of packets that hold a merging move or a refresh"
+    )
     local_steps: int = Field(ge=1, description="steps after which a peer is ready for the next round")
     min_round_seconds: float = Field(default=0.0, ge=0, description="least time between two calls")
     gather_seconds: float = Field(default=3.0, gt=0, description="a call waits so long for peers to join its roster")
@@ -117,6 +122,12 @@ class SyncConfig(Section):
     )
     lag_rounds: int = Field(default=4, ge=0, description="rounds that a foreign expert may lack when training begins")
     evaluate_rounds: int = Field(default=1, ge=1, description="rounds between held-out evaluations")
+
+    @model_validator(mode="after")
+    def _whole_blocks(self) -> SyncConfig:
+        if self.block & (self.block - 1):
+            raise ValueError(f"block {self.block} is not a power of 2 such as 128")
+        return self
 
 
 class MergeConfig(Section):

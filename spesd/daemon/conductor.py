@@ -24,9 +24,10 @@ from spesd.swarm.transport import Transport, protocol_name
 from spesd.swarm.wire import pack, unpack
 from spesd.sync import effects as fx
 from spesd.sync.codec import Values
+from spesd.sync.codecs import codecs_of
 from spesd.sync.ledger import PeerId, UnitId
 from spesd.sync.messages import parse
-from spesd.sync.packet import codec_of, max_size
+from spesd.sync.packet import max_size
 from spesd.sync.peer import SyncPeer
 from spesd.sync.workshop import Reduced, Rejected, Workshop
 
@@ -92,7 +93,7 @@ class Conductor:
         self.strikes: Counter[PeerId] = Counter()
         self.disk_error = ""
         self._transport, self._blobs, self._trainer = transport, blobs, trainer
-        self._codec = codec_of(peer.context.settings.codec)
+        self._codec = codecs_of(peer.context.settings).usual
         self._keep_always = frozenset(keep)
         self._banned_until: dict[PeerId, float] = {}
         self._loop = asyncio.get_running_loop()
@@ -113,7 +114,7 @@ class Conductor:
         """Answer other peers, and start the protocol's clock."""
         run = self.peer.context.run
         await self._transport.serve(protocol_name(run, "message"), self._on_message, max_payload=MAX_MESSAGE_BYTES)
-        largest = max(max_size(self._codec, size) for size in self.peer.context.sizes.values())
+        largest = max(max_size(self._codec.payload_size(size)) for size in self.peer.context.sizes.values())
         await self._transport.serve(protocol_name(run, "contribution"), self._on_contribution, max_payload=largest)
         for _ in range(FETCHERS):
             self._spawn(self._fetch_forever())

@@ -36,6 +36,7 @@ from spesd.swarm.known_peers import KnownPeers
 from spesd.swarm.p2pd import TransportConfig
 from spesd.swarm.socket_files import remove_stale_sockets
 from spesd.swarm.transport import Transport
+from spesd.sync.codecs import self_test
 
 log = structlog.get_logger(__name__)
 
@@ -203,6 +204,7 @@ class Daemon:
         founding: bool,
     ) -> None:
         """Enter the directory, get the data, answer others."""
+        self_test()
         transport, identity = self._transport, self._identity
         assert transport is not None and identity is not None
         directory = await Directory.start(transport, manifest.run_id, known)

@@ -1,14 +1,13 @@
 """Codecs: how fp32 values become the payload of a contribution or a packet, and back.
 
 Decoding is deterministic bit for bit on every platform: a packet is canonical, and every replica adds the same values.
-What encoding loses is not lost to learning: it stays in the contributor's `theta - agreed` (error feedback).
+What encoding loses is not lost to learning: it stays in the contributor's `theta - agreed`, and of a packet in its
+reducer's next one (error feedback).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import ClassVar
 
 import numpy as np
@@ -23,12 +22,15 @@ class Codec(ABC):
     """One way to write fp32 values [count].
 
     `encode` needs finite values (`aggregate.check` has seen to that) and returns exactly `payload_size(count)` bytes;
-    `decode` accepts exactly that many. A block-quantised codec has `block` values under one scale; others have 0.
+    `decode` accepts exactly that many. A block-quantised codec has `block` values under one scale; others have 0. An
+    `exact` one loses nothing; no decoded value is more than `growth` times what was encoded.
     """
 
     id: ClassVar[int]
     name: ClassVar[str]
     block: int = 0
+    exact: ClassVar[bool] = False
+    growth: ClassVar[float] = 1.0
 
     @abstractmethod
     def payload_size(self, count: int) -> int:
@@ -51,6 +53,7 @@ class Fp32(Codec):
     """The values as they are, little-endian."""
 
     id, name = 1, "fp32"
+    exact = True
 
     def payload_size(self, count: int) -> int:
         return 4 * count
@@ -77,7 +80,3 @@ class Fp16(Codec):
     def decode(self, payload: bytes | memoryview, count: int) -> Values:
         self._check_size(payload, count)
         return np.frombuffer(payload, "<f2").astype(np.float32)
-
-
-CODECS: Mapping[str, Codec] = MappingProxyType({codec.name: codec for codec in (Fp32(), Fp16())})
-"""Every codec by the name that a manifest uses."""

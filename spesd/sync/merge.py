@@ -77,14 +77,18 @@ class Merging:
     experts: Sequence[UnitId]
     layers: int
 
+    def due(self, unit: UnitId, round_: int) -> bool:
+        """Whether packets of `unit` in `round_` may hold a merging move: the same answer on every peer."""
+        config = self.config
+        on = config.interval > 0 and round_ % config.interval == 0 and unit in self.experts
+        return on and alpha_at(round_, config.alpha, config.decay_rounds) > 0
+
     def update(self, unit: UnitId, round_: int, agreed: Mapping[UnitId, Values]) -> Values | None:
         """What the packet of `unit` in `round_` adds for merging; None if it is no merging round, or no expert."""
         config = self.config
+        if not self.due(unit, round_) or len(self.experts) < 2 or not agreed.keys() >= set(self.experts):
+            return None
         alpha = alpha_at(round_, config.alpha, config.decay_rounds)
-        if config.interval == 0 or round_ % config.interval or alpha == 0 or unit not in self.experts:
-            return None
-        if len(self.experts) < 2 or not agreed.keys() >= set(self.experts):
-            return None
         expert, states = self.experts.index(unit), [agreed[name] for name in self.experts]
         if config.projection:
             similarity = projected_similarity(expert, states, self.layers, config.projection)

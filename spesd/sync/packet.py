@@ -13,7 +13,7 @@ from enum import IntEnum
 import msgpack
 from blake3 import blake3
 
-from spesd.sync.codec import CODECS, Codec, Values
+from spesd.sync.codec import Codec, Values
 from spesd.sync.ledger import Contributor
 from spesd.sync.messages import MAX_CONTRIBUTORS
 
@@ -53,9 +53,9 @@ class Header:
     contributors: tuple[Contributor, ...] = ()
 
 
-def max_size(codec: Codec, count: int) -> int:
-    """Most bytes that a contribution or packet of `count` values may have."""
-    return _HEADER.size + MAX_CONTRIBUTORS_BYTES + codec.payload_size(count)
+def max_size(payload: int) -> int:
+    """Most bytes that a contribution or packet with a payload of so many may have."""
+    return _HEADER.size + MAX_CONTRIBUTORS_BYTES + payload
 
 
 def write(header: Header, codec: Codec, payload: bytes) -> bytes:
@@ -102,7 +102,10 @@ def read(data: bytes, *, kind: Kind, run: str, unit: int, count: int, codec: Cod
     if blake3(payload).digest() != payload_hash:
         raise Malformed("payload does not match its hash")
     header = Header(kind, run, unit, from_version, round_, count, roster.hex(), before.hex(), after.hex(), names)
-    return header, codec.decode(payload, count)
+    try:
+        return header, codec.decode(payload, count)
+    except ValueError as error:
+        raise Malformed(str(error)) from None
 
 
 def _read_contributors(data: bytes) -> tuple[Contributor, ...]:
@@ -116,10 +119,3 @@ def _read_contributors(data: bytes) -> tuple[Contributor, ...]:
         if not valid:
             raise Malformed(f"contributor {name!r} is not (peer, positive weight, hash)")
     return names
-
-
-def codec_of(name: str) -> Codec:
-    """The codec that a manifest names. Raises ValueError with the known names."""
-    if name not in CODECS:
-        raise ValueError(f"codec {name!r} is unknown; known are {', '.join(CODECS)}")
-    return CODECS[name]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from spesd.config.manifest import SyncConfig
 from spesd.sync.catchup import CatchUp
+from spesd.sync.codecs import codecs_of
 from spesd.sync.context import MAX_HINT_JUMP, Context, Signer
 from spesd.sync.coordinator import Coordinator
 from spesd.sync.effects import Adopt, Commit, Effect, Encode, Reduce
@@ -29,7 +30,6 @@ from spesd.sync.messages import (
     Trail,
     TrailRequest,
 )
-from spesd.sync.packet import codec_of
 from spesd.sync.pipeline import Pipeline
 from spesd.sync.round import Round
 from spesd.sync.work import OwnWork
@@ -58,7 +58,7 @@ class SyncPeer:
     ) -> None:
         self.context = Context(me, run, sizes, settings, signer, random.Random(seed), Ledger(sizes))
         self.work = OwnWork(me, settings.stale_rounds)
-        self.pipeline = Pipeline(self.context, codec_of(settings.codec), self.work)
+        self.pipeline = Pipeline(self.context, codecs_of(settings), self.work)
         self.catchup = CatchUp(self.context, self.pipeline)
         self.coordinator = Coordinator(self.context)
         self.member = Member(self.context)

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from spesd.sync.codec import Codec
+from spesd.sync.codecs import Codecs
 from spesd.sync.context import Context
 from spesd.sync.effects import Adopt, Commit, Discard, Fetch
 from spesd.sync.ledger import Entry, Head, PeerId, UnitId
@@ -39,9 +39,9 @@ class _Way:
 class Pipeline:
     """Moves units along, one step at a time, and keeps the ledger."""
 
-    def __init__(self, context: Context, codec: Codec, work: OwnWork) -> None:
+    def __init__(self, context: Context, codecs: Codecs, work: OwnWork) -> None:
         self._context = context
-        self._codec = codec
+        self._codecs = codecs
         self._work = work
         self._ways: dict[UnitId, _Way] = {}
 
@@ -118,7 +118,7 @@ class Pipeline:
         step, count = way.steps[0], context.sizes[unit]
         urgent = unit in context.owned or unit.startswith("shared")
         if isinstance(step, Entry):
-            size = min(step.size, max_size(self._codec, count))
+            size = min(step.size, max_size(self._codecs.largest_payload(count)))
             context.emit(Fetch(unit, step.packet, size, way.sources, urgent))
         else:
             context.emit(Fetch(unit, step.head.hash, 4 * count, way.sources, urgent))

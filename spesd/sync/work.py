@@ -24,6 +24,7 @@ class OwnWork:
         self._most = MAX_OFFERED + keep_rounds
         self._offered: defaultdict[UnitId, list[str]] = defaultdict(list)
         self._accepted: defaultdict[UnitId, list[tuple[int, str]]] = defaultdict(list)
+        self._versions: dict[UnitId, dict[str, int]] = {}
 
     def offered(self, unit: UnitId, blob: str) -> list[str]:
         """A contribution was encoded; it is part of `theta - agreed`. Returns blobs that are no longer needed."""
@@ -52,15 +53,18 @@ class OwnWork:
             return (), ()
         ours = [blob for version, blob in self._accepted[unit] if version > common.version]
         known = set(ours) | set(self._offered[unit])
-        named = (c.blob for entry in entries for c in entry.contributors if c.peer == self._me and c.blob in known)
-        theirs = tuple(dict.fromkeys(named))
+        links = [(entry.after.version, c) for entry in entries for c in entry.contributors]
+        theirs = {c.blob: version for version, c in reversed(links) if c.peer == self._me and c.blob in known}
+        self._versions[unit] = theirs
         return tuple(b for b in theirs if b not in ours), tuple(b for b in ours if b not in theirs)
 
     def adopted(self, unit: UnitId, version: int, accepted: Iterable[str], returned: Iterable[str]) -> list[str]:
         """The move is done. Returned work may be accepted again by what follows. Returns blobs no longer needed."""
-        gone = set(returned)
+        gone, versions = set(returned), self._versions.pop(unit, {})
         self._accept(unit, version, accepted)
-        self._accepted[unit] = [row for row in self._accepted[unit] if row[1] not in gone]
+        # what both chains contain may have been accepted in another round on this one
+        rows = [(versions.get(blob, old), blob) for old, blob in self._accepted[unit] if blob not in gone]
+        self._accepted[unit] = rows
         dropped = [old for blob in returned for old in self.offered(unit, blob)]
         return dropped + self._forget(unit, version - self._keep)
 

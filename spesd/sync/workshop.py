@@ -6,7 +6,7 @@ directly. Every change of an agreed state is verified by hash before it becomes 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +15,8 @@ from blake3 import blake3
 
 from spesd.config.manifest import SyncConfig
 from spesd.sync import aggregate, packet
-from spesd.sync.codec import Values
+from spesd.sync.codec import Codec, Values
+from spesd.sync.codecs import codecs_of
 from spesd.sync.effects import Adopt, Commit, Encode, Reduce
 from spesd.sync.ledger import Contributor, Entry, Head, PeerId, UnitId
 from spesd.sync.merge import Merging
@@ -47,6 +48,14 @@ class Reduced:
     refused: Mapping[PeerId, str]
 
 
+@dataclass(frozen=True, slots=True)
+class _Lost:
+    """What the codec lost of the packet that this reducer made in round `version`: float32 [size]."""
+
+    version: int
+    values: Values
+
+
 def state_hash(values: Values) -> str:
     """Hex blake3 hash of the little-endian fp32 bytes of a unit: what ledgers compare, and the name of its blob."""
     return blake3(np.ascontiguousarray(values, "<f4").view(np.uint8).data).hexdigest()
@@ -70,11 +79,13 @@ class Workshop:
         self._sizes = sizes
         self._index = {unit: index for index, unit in enumerate(sizes)}
         self._settings = settings
-        self._codec = packet.codec_of(settings.codec)
+        self._codecs = codecs_of(settings)
         self._blobs = blobs
         self._merging = merging
         self.agreed: dict[UnitId, Values] = {}
         self._heads: dict[UnitId, Head] = {}
+        self._lost: dict[UnitId, _Lost] = {}
+        self._made: dict[UnitId, tuple[str, _Lost]] = {}
 
     def head(self, unit: UnitId) -> Head | None:
         """The state that `agreed[unit]` holds."""
@@ -90,10 +101,14 @@ class Workshop:
         except aggregate.Refused:
             return None
         header = self._header(packet.Kind.CONTRIBUTION, effect, effect.base)
-        return self._blobs.put(packet.write(header, self._codec, self._codec.encode(delta)))
+        codec = self._codecs.usual
+        return self._blobs.put(packet.write(header, codec, codec.encode(delta)))
 
     def reduce(self, effect: Reduce) -> Reduced:
-        """Check contributions, take their weighted mean, merge if it is time, write the canonical packet."""
+        """Check contributions, take their weighted mean, merge if it is time, write the canonical packet.
+
+        What the codec loses goes into this reducer's next packet of the unit.
+        """
         accepted: list[tuple[Values, int]] = []
         names: list[Contributor] = []
         refused: dict[PeerId, str] = {}
@@ -107,27 +122,43 @@ class Workshop:
                 refused[contributor.peer] = str(error)
         if not accepted:
             return Reduced(None, refused)
+        entry = self._packet(effect, self._change(effect, accepted), tuple(names))
+        return Reduced(entry, refused)
+
+    def _change(self, effect: Reduce, accepted: Sequence[tuple[Values, int]]) -> Values:
+        """What is to be added to the agreed state, float32 [size]: mean, merging move, and what was lost before."""
         change = aggregate.weighted_mean(accepted)
         merge = self._merging.update(effect.unit, effect.round, self.agreed) if self._merging else None
         if merge is not None:
             change += merge
-        start, values = effect.refresh or effect.base, self.agreed[effect.unit]
-        if start != effect.base:
-            try:
-                values = self._state(effect.unit, start)
-            except Rejected:
-                start = effect.base  # those who wait for the refresh fetch a full state instead
-            else:
-                change += self.agreed[effect.unit] - values
-        payload = self._codec.encode(change)
-        after = values + self._codec.decode(payload, self._sizes[effect.unit])
-        header = self._header(packet.Kind.PACKET, effect, start, state_hash(after), tuple(names))
-        data = packet.write(header, self._codec, payload)
-        weight = effect.base.weight + sum(name.weight for name in names)
-        head = Head(effect.round, header.after, weight)
-        base = start if effect.refresh == start else None
-        entry = Entry(effect.unit, effect.base, head, self._blobs.put(data), len(data), tuple(names), base)
-        return Reduced(entry, refused)
+        lost = self._lost.get(effect.unit)
+        if lost is not None and effect.round - lost.version <= self._settings.stale_rounds:
+            change += lost.values
+        return aggregate.clip(change, PACKET_SLACK * self._settings.max_delta_rms)
+
+    def _packet(self, effect: Reduce, change: Values, contributors: tuple[Contributor, ...]) -> Entry:
+        """Write the packet that adds `change`, or, of a refresh, leads to the same state from further back."""
+        unit, start = effect.unit, effect.refresh or effect.base
+        target = self.agreed[unit] + change
+        try:
+            values = self._state(unit, start)
+        except Rejected:
+            start, values = effect.base, self.agreed[unit]  # who waits for the refresh fetches a full state instead
+        refresh = start if start == effect.refresh else None
+        codec = self._codecs.of_packet(self._is_dense(unit, effect.round, refresh))
+        payload = codec.encode(change if start == effect.base else target - values)
+        after = values + codec.decode(payload, self._sizes[unit])
+        header = self._header(packet.Kind.PACKET, effect, start, state_hash(after), contributors)
+        data = packet.write(header, codec, payload)
+        head = Head(effect.round, header.after, effect.base.weight + sum(c.weight for c in contributors))
+        entry = Entry(unit, effect.base, head, self._blobs.put(data), len(data), contributors, refresh)
+        if not codec.exact:
+            self._made[unit] = entry.packet, _Lost(effect.round, target - after)
+        return entry
+
+    def _is_dense(self, unit: UnitId, round_: int, refresh: Head | None) -> bool:
+        """Whether a packet holds more than the contributions of one round: every peer must give the same answer."""
+        return refresh is not None or (self._merging is not None and self._merging.due(unit, round_))
 
     def commit(self, effect: Commit) -> Values:
         """Apply the packet of an entry to the agreed state. Returns the trainer's shift, float32 [size].
@@ -138,21 +169,28 @@ class Workshop:
         unit = entry.unit
         if not entry.follows(self._heads.get(unit)):
             raise Rejected(f"{unit} is not at version {entry.before.version}")
-        header, update = self._read(entry.packet, packet.Kind.PACKET, unit)
+        codec = self._codecs.of_packet(self._is_dense(unit, entry.after.version, entry.base))
+        header, update = self._read(entry.packet, packet.Kind.PACKET, unit, codec)
         told = (header.from_version, header.round, header.before, header.after, header.contributors)
         if told != (entry.start.version, entry.after.version, entry.start.hash, entry.after.hash, entry.contributors):
             raise Rejected(f"packet {entry.packet[:12]} of {unit} says something else than its entry")
         rounds = entry.after.version - entry.start.version if entry.base else 1
         try:
-            aggregate.check(update, self._sizes[unit], PACKET_SLACK * self._settings.max_delta_rms * rounds)
+            limit = PACKET_SLACK * self._settings.max_delta_rms * codec.growth * rounds
+            aggregate.check(update, self._sizes[unit], limit)
         except aggregate.Refused as error:
             raise Rejected(f"packet {entry.packet[:12]} of {unit}: {error}") from None
         new = self._state(unit, entry.start) + update
-        return self._replace(unit, entry.after, new, effect.accepted, (), keep=effect.anchor)
+        shift = self._replace(unit, entry.after, new, effect.accepted, (), keep=effect.anchor)
+        made, lost = self._made.pop(unit, ("", None))
+        if lost is not None and made == entry.packet:
+            self._lost[unit] = lost
+        return shift
 
     def adopt(self, effect: Adopt) -> Values:
         """Replace the agreed state by a full one. Returns the trainer's shift, float32 [size]. Raises Rejected."""
         new = self._read_state(effect.unit, effect.head)
+        self._lost.pop(effect.unit, None)
         return self._replace(effect.unit, effect.head, new, effect.accepted, effect.returned, keep=False)
 
     def restore(self, unit: UnitId, head: Head, values: Values) -> None:
@@ -163,7 +201,7 @@ class Workshop:
 
     def contribution(self, unit: UnitId, blob: str) -> Values:
         """The decoded values of a contribution, float32 [size]. Raises Rejected."""
-        return self._read(blob, packet.Kind.CONTRIBUTION, unit)[1]
+        return self._read(blob, packet.Kind.CONTRIBUTION, unit, self._codecs.usual)[1]
 
     # Inside ----------------------------------------------------------------------------------------------------------
 
@@ -205,17 +243,18 @@ class Workshop:
         return [self.contribution(unit, blob) for blob in blobs]
 
     def _read_contribution(self, effect: Reduce, contributor: Contributor) -> Values:
-        header, values = self._read(contributor.blob, packet.Kind.CONTRIBUTION, effect.unit)
+        header, values = self._read(contributor.blob, packet.Kind.CONTRIBUTION, effect.unit, self._codecs.usual)
         if (header.round, header.roster, header.before) != (effect.round, effect.roster, effect.base.hash):
             raise aggregate.Refused("made for another round, roster or base")
-        aggregate.check(values, self._sizes[effect.unit], self._settings.max_delta_rms)
+        limit = self._settings.max_delta_rms * self._codecs.usual.growth
+        aggregate.check(values, self._sizes[effect.unit], limit)
         return values
 
-    def _read(self, blob: str, kind: packet.Kind, unit: UnitId) -> tuple[packet.Header, Values]:
+    def _read(self, blob: str, kind: packet.Kind, unit: UnitId, codec: Codec) -> tuple[packet.Header, Values]:
         data = self._get(blob)
         try:
             return packet.read(
-                data, kind=kind, run=self._run, unit=self._index[unit], count=self._sizes[unit], codec=self._codec
+                data, kind=kind, run=self._run, unit=self._index[unit], count=self._sizes[unit], codec=codec
             )
         except packet.Malformed as error:
             raise Rejected(f"blob {blob[:12]}: {error}") from None

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from sync_harness import SIZES, digest, genesis, make_workshop, vector
 
 from spesd.sync import packet
-from spesd.sync.codec import CODECS, Values
+from spesd.sync.codec import Fp32, Values
 from spesd.sync.effects import Adopt, Commit, Encode
 from spesd.sync.ledger import Chain, Contributor, Entry, Head
 from spesd.sync.rebase import shift
@@ -109,7 +109,7 @@ class OnePeer(RuleBasedStateMachine):
             after.hash,
             tuple(names),
         )
-        data = packet.write(header, CODECS["fp32"], update.tobytes())
+        data = packet.write(header, Fp32(), update.tobytes())
         self.blobs.put(values.tobytes())
         entry = Entry(UNIT, base, after, self.blobs.put(data), len(data), tuple(names))
         self.states[after] = State(values, (*before.way, entry), before.mine | ({mine} if mine else set()))
