@@ -12,7 +12,7 @@ import torch
 
 from bench.quality.learner import Evaluator, Learner
 from bench.quality.text import Text, load_text
-from spesd.config.manifest import DataConfig, Draft, MergeConfig, ModelConfig, OptimizerConfig, SyncConfig
+from spesd.config.manifest import DataConfig, Draft, MergeConfig, ModelConfig, OptimizerConfig, OuterConfig, SyncConfig
 from spesd.daemon.budget import FROZEN_BYTES, TRAINED_BYTES
 from spesd.model.genesis import initial_state
 from spesd.model.units import UnitLayout
@@ -44,6 +44,7 @@ class Row:
     model: Mapping[str, Any] = field(default_factory=dict)
     sync: Mapping[str, Any] = field(default_factory=dict)
     merge: Mapping[str, Any] = field(default_factory=dict)
+    outer: Mapping[str, Any] = field(default_factory=dict)
     optimizer: Mapping[str, Any] = field(default_factory=dict)
     delay: tuple[float, float] = (0.01, 0.05)
     speeds: tuple[float, ...] = (1.0,) * PEERS
@@ -97,6 +98,7 @@ def draft_for(row: Row, setting: Setting, seed: int) -> Draft:
         data=DataConfig(sequence_length=128, held_out_sequences=64),
         sync=SyncConfig(**sync | dict(row.sync)),
         merge=MergeConfig(**merge | dict(row.merge)),
+        outer=OuterConfig(**row.outer),
     )
 
 
@@ -272,6 +274,7 @@ def swarm(experiment: Experiment) -> list[Point]:
         experiment.seed,
         lambda node: ModelTrainer(experiment, node),
         Merging(experiment.draft.merge, experiment.experts, experiment.draft.model.layers),
+        experiment.draft.outer,
     )
     genesis = {unit: experiment.genesis[at : at + sizes[unit]] for unit, at in layout.offsets.items()}
     for peer, name in enumerate(experiment.names):

@@ -13,7 +13,7 @@ from spesd.data.sampler import Sampler, held_out_blocks
 from spesd.model.flat import FlatWeights
 from spesd.model.transformer import Transformer
 from spesd.model.units import UnitLayout
-from spesd.train.optim import UnitAdamW, clip_gradient, learning_rate
+from spesd.train.optim import UnitAdamW, balance_factor, clip_gradient, learning_rate
 
 BATCH = 16
 """Sequences that are evaluated at once."""
@@ -65,9 +65,10 @@ class Learner:
         """One optimizer step at the learning rate of the present round."""
         config = self.draft.optimizer
         self.weights.grad.zero_()
+        balances = self.model.balances(balance_factor(config, self.round))
         for sampler in self._samplers:
             blocks = torch.from_numpy(sampler.batch(config.sequences))
-            loss = self.model.loss(blocks).total / len(self._samplers)
+            loss = self.model.loss(blocks, balances).total / len(self._samplers)
             torch.autograd.backward(loss)
             self.tokens += blocks[:, 1:].numel()
         clip_gradient(self.weights.grad, config.clip_norm)

@@ -67,6 +67,15 @@ class OptimizerConfig(Section):
     beta2: float = Field(default=0.95, ge=0, lt=1)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
+    expert_rate: float = Field(default=1.0, gt=0, le=100, description="learning rate of experts over that of the rest")
+    owner_warmup_steps: int = Field(default=0, ge=0, description="steps in which a fresh owner's expert warms up")
+    balance_start: float = Field(
+        default=1.0,
+        ge=0,
+        le=1,
+        description="weight of trained experts in the load-balancing loss at round 0, 1 after a fifth of total_rounds; "
+        "0.7 in the authors' code",
+    )
     clip_norm: float = Field(default=1.0, gt=0)
     sequences: int = Field(ge=1, le=65536, description="sequences in one micro-batch")
     accumulate: int = Field(default=1, ge=1, le=4096, description="micro-batches in one step")
@@ -140,11 +149,23 @@ class MergeConfig(Section):
     projection: int = Field(default=0, ge=0, description="estimate likeness from so many values; 0: exactly")
 
 
-class OwnershipConfig(Section):
-    """Who trains what."""
+class OuterConfig(Section):
+    """What the swarm makes of the mean of a round's contributions."""
 
-    redundancy: int = Field(default=1, ge=1, description="owners wanted for each expert")
-    grace_seconds: float = Field(default=30.0, gt=0, description="an expert below redundancy this long is adopted")
+    method: Literal["average", "nesterov"] = Field(default="average", description="nesterov: with momentum, as DiLoCo")
+    learning_rate: float = Field(default=0.7, gt=0, le=10, description="of nesterov; 0.7 in DiLoCo")
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="of nesterov; 0.9 in DiLoCo")
+
+
+class OwnershipConfig(Section):
+    """Who trains what. A peer trains as many experts as it has room for, first those with the fewest owners."""
+
+    redundancy: int = Field(default=1, ge=1, description="owners wanted for each expert; status warns of fewer")
+    grace_seconds: float = Field(
+        default=30.0,
+        gt=0,
+        description="a peer takes over an expert that lacks owners for so long, for one that has more",
+    )
     record_seconds: float = Field(default=30.0, gt=0, description="life of a record in the DHT")
 
 
@@ -158,6 +179,7 @@ class Draft(Section):
     data: DataConfig
     sync: SyncConfig
     merge: MergeConfig = MergeConfig()
+    outer: OuterConfig = OuterConfig()
     ownership: OwnershipConfig = OwnershipConfig()
 
     @model_validator(mode="after")
@@ -166,6 +188,8 @@ class Draft(Section):
             raise ValueError(f"model.vocabulary {self.model.vocabulary} is less than the 256 of data.tokenizer 'bytes'")
         if self.sync.shared_shards > self.model.vocabulary * self.model.width:
             raise ValueError(f"sync.shared_shards {self.sync.shared_shards} is more than there are shared values")
+        if self.outer.method == "nesterov" and self.merge.interval:
+            raise ValueError("outer.method 'nesterov' would give merging moves momentum too: set merge.interval to 0")
         return self
 
     def seal(self, train: tuple[Shard, ...], held_out: tuple[Shard, ...], genesis: dict[str, str]) -> Manifest:

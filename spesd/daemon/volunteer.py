@@ -101,7 +101,7 @@ class Volunteer:
         self.peer = SyncPeer(me, run, sizes, manifest.sync, IdentitySigner(identity), fresh_seed())
         experts = [unit.id for unit in self._layout.units if unit.kind == "expert"]
         merging = Merging(manifest.merge, experts, manifest.model.layers)
-        self.workshop = Workshop(run, sizes, manifest.sync, StoredBlobs(store.blobs), merging)
+        self.workshop = Workshop(run, sizes, manifest.sync, StoredBlobs(store.blobs), merging, manifest.outer)
         self.trainer = Trainer(config, manifest, state_dir, store, self.peer, self.workshop, self._tell)
         self._keep = [run, *(shard.hash for shard in (*manifest.data.train, *manifest.data.held_out))]
         self.conductor = Conductor(self.peer, self.workshop, store, transport, exchange, self.trainer, self._keep)

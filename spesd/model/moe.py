@@ -30,6 +30,16 @@ class RouterLosses(NamedTuple):
     z: Tensor
 
 
+class Balance(NamedTuple):
+    """What the load-balancing loss of one layer looks at beside its micro-batch, fp32 [experts] each.
+
+    `routed` are the assignments of the step so far, `factors` the weights of the experts' terms.
+    """
+
+    routed: Tensor
+    factors: Tensor
+
+
 class ExpertLayer(nn.Module):
     """Router and experts of one layer. Trained experts are parameters, frozen ones are buffers."""
 
@@ -46,7 +56,9 @@ class ExpertLayer(nn.Module):
         for name in ("slots", "frozen_gate_up", "frozen_down"):
             self.register_buffer(name, empty, persistent=False)
 
-    def forward(self, x: Tensor, router: Tensor, common: Tensor | None = None) -> tuple[Tensor, RouterLosses]:
+    def forward(
+        self, x: Tensor, router: Tensor, common: Tensor | None = None, balance: Balance | None = None
+    ) -> tuple[Tensor, RouterLosses]:
         """Map [tokens, width] to [tokens, width]; `router` is [experts, width], `common` [3F, width] or None.
 
         The router weight is applied after the expert. Routing runs in fp32 whatever autocast says.
@@ -56,7 +68,7 @@ class ExpertLayer(nn.Module):
             logits = F.linear(x.float(), router)
             probabilities = logits.softmax(-1)
             weights, chosen = probabilities.topk(self.config.top_k, dim=-1)
-            losses = router_losses(logits, probabilities, chosen)
+            losses = router_losses(logits, probabilities, chosen, balance)
         if self.config.renormalise_top_k:
             weights = weights / weights.sum(-1, keepdim=True)
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
@@ -65,17 +77,25 @@ class ExpertLayer(nn.Module):
         return y, losses
 
 
-def router_losses(logits: Tensor, probabilities: Tensor, chosen: Tensor) -> RouterLosses:
+def router_losses(
+    logits: Tensor, probabilities: Tensor, chosen: Tensor, balance: Balance | None = None
+) -> RouterLosses:
     """Load-balancing loss and z-loss over one micro-batch.
 
     `logits` and `probabilities` are fp32 [tokens, experts], `chosen` int64 [tokens, top_k]. Balance is
-    E * sum_e f_e P_e (Switch Transformer, arXiv 2101.03961, eq. 4) with f_e the share of assignments that went to
-    expert e, 1 when balanced; z is the mean of logsumexp squared (ST-MoE, arXiv 2202.08906, eq. 5).
+    E * sum_e c_e f_e P_e (Switch Transformer, arXiv 2101.03961, eq. 4) with f_e the share of assignments that went to
+    expert e, 1 when balanced and all c_e are; z is the mean of logsumexp squared (ST-MoE, arXiv 2202.08906, eq. 5).
+    With `balance` f_e counts all micro-batches of the step up to this one, whose assignments are added to it.
     """
     experts = logits.shape[-1]
-    share = torch.bincount(chosen.flatten(), minlength=experts) / chosen.numel()
-    balance = experts * (share * probabilities.mean(0)).sum()
-    return RouterLosses(balance, logits.logsumexp(-1).square().mean())
+    counts = torch.bincount(chosen.flatten(), minlength=experts)
+    if balance is None:
+        share = counts / chosen.numel()
+    else:
+        balance.routed.add_(counts)
+        share = balance.factors * balance.routed / balance.routed.sum()
+    loss = experts * (share * probabilities.mean(0)).sum()
+    return RouterLosses(loss, logits.logsumexp(-1).square().mean())
 
 
 class _Segment(NamedTuple):

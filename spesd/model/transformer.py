@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from spesd.config.manifest import ModelConfig
 from spesd.model.flat import FlatWeights
-from spesd.model.moe import ExpertLayer, RouterLosses
+from spesd.model.moe import Balance, ExpertLayer, RouterLosses
 
 
 class Losses(NamedTuple):
@@ -53,22 +54,32 @@ class Transformer(nn.Module):
             experts.frozen_gate_up, experts.frozen_down = weights.frozen_experts(index)
             experts.slots = slots
 
-    def forward(self, tokens: Tensor) -> tuple[Tensor, RouterLosses]:
+    def balances(self, trained_factor: float = 1.0) -> list[Balance]:
+        """For each layer what an optimizer step's load-balancing loss is reckoned over: hand it to every `loss` of it.
+
+        Terms of experts that are trained here weigh `trained_factor`, those of all others 1.
+        """
+        experts = self.get_submodule("layers.0.experts")
+        assert isinstance(experts, ExpertLayer)
+        factors = torch.where(experts.slots < len(experts.gate_up), trained_factor, 1.0)
+        return [Balance(torch.zeros_like(factors), factors) for _ in self.layers]
+
+    def forward(self, tokens: Tensor, balances: Sequence[Balance] | None = None) -> tuple[Tensor, RouterLosses]:
         """Map int64 [sequences, length] to logits [sequences, length, vocabulary] and the mean losses over layers."""
         length = tokens.shape[1]
         cos, sin = self.cos[:length], self.sin[:length]
         x = F.embedding(tokens, self.embedding)
         losses = []
-        for layer in self.layers:
-            x, layer_losses = layer(x, cos, sin)
+        for index, layer in enumerate(self.layers):
+            x, layer_losses = layer(x, cos, sin, balances[index] if balances else None)
             losses.append(layer_losses)
         x = F.rms_norm(x, (self.config.width,), self.final_norm, self.config.norm_eps)
         balance, z = (torch.stack(terms).mean() for terms in zip(*losses, strict=True))
         return F.linear(x, self.head), RouterLosses(balance, z)
 
-    def loss(self, blocks: Tensor) -> Losses:
+    def loss(self, blocks: Tensor, balances: Sequence[Balance] | None = None) -> Losses:
         """Next-token loss of int64 [sequences, length + 1] plus the weighted router losses."""
-        logits, router = self(blocks[:, :-1])
+        logits, router = self(blocks[:, :-1], balances)
         cross_entropy = F.cross_entropy(logits.flatten(0, 1).float(), blocks[:, 1:].flatten())
         extra = self.config.load_balance_loss * router.balance + self.config.router_z_loss * router.z
         return Losses(cross_entropy + extra, cross_entropy)
@@ -87,12 +98,14 @@ class Layer(nn.Module):
         self.common = _unbound() if config.common_expert else None
         self.experts = ExpertLayer(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, RouterLosses]:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, balance: Balance | None = None
+    ) -> tuple[Tensor, RouterLosses]:
         """Map [sequences, length, width] to the same shape."""
         shape, eps = (self.config.width,), self.config.norm_eps
         x = x + self.attention(F.rms_norm(x, shape, self.attention_norm, eps), cos, sin)
         normed = F.rms_norm(x, shape, self.expert_norm, eps)
-        y, losses = self.experts(normed.flatten(0, 1), self.router, self.common)
+        y, losses = self.experts(normed.flatten(0, 1), self.router, self.common, balance)
         return x + y.view_as(x), losses
 
 

@@ -59,7 +59,11 @@ class Encode:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Combine contributions into a packet: `on_reduced`. With `refresh` its update starts at that older state."""
+    """Combine contributions into a packet: `on_reduced`.
+
+    With `refresh` its update starts at that older state. `recent` are the unit's entries that are known here, up to the
+    base: momentum follows from them.
+    """
 
     round: int
     roster: str
@@ -67,6 +71,7 @@ class Reduce:
     base: Head
     contributions: tuple[Contributor, ...]
     refresh: Head | None = None
+    recent: tuple[Entry, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -246,4 +246,5 @@ class Round:
             state.reducing = True
             rows = tuple(Contributor(p, state.weights[p], state.received[p]) for p in sorted(state.received))
             refresh = self._context.refresh_base(unit, state.base.version, self.number)
-            self._context.emit(Reduce(self.number, self.hash, unit, state.base, rows, refresh))
+            recent = tuple(self._context.ledger[unit].entries)
+            self._context.emit(Reduce(self.number, self.hash, unit, state.base, rows, refresh, recent))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from blake3 import blake3
 
-from spesd.config.manifest import SyncConfig
+from spesd.config.manifest import OuterConfig, SyncConfig
 from spesd.sync import effects as fx
 from spesd.sync.codec import Values
 from spesd.sync.ledger import Chain, Head, PeerId, UnitId
@@ -49,7 +49,7 @@ class Node:
         self.peer = SyncPeer(
             name, RUN, world.sizes, world.settings, ToySigner(name), seed=world.random.randrange(2**32)
         )
-        self.workshop = Workshop(RUN, world.sizes, world.settings, blobs, world.merging)
+        self.workshop = Workshop(RUN, world.sizes, world.settings, blobs, world.merging, world.outer)
         self.peer.restore(chains)
         for unit, chain in chains.items():
             self._rebuild(unit, chain)
@@ -229,8 +229,9 @@ class World:
         seed: int,
         make_trainer: Callable[[Node], SimulatedTrainer] = toy_trainer,
         merging: Merging | None = None,
+        outer: OuterConfig | None = None,
     ) -> None:
-        self.merging = merging
+        self.merging, self.outer = merging, outer
         self.make_trainer = make_trainer
         self.sizes, self.settings, self.conditions = dict(sizes), settings, conditions
         self.random = random.Random(seed)

@@ -6,20 +6,22 @@ directly. Every change of an agreed state is verified by hash before it becomes 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from blake3 import blake3
 
-from spesd.config.manifest import SyncConfig
+from spesd.config.manifest import OuterConfig, SyncConfig
 from spesd.sync import aggregate, packet
 from spesd.sync.codec import Codec, Values
 from spesd.sync.codecs import codecs_of
 from spesd.sync.effects import Adopt, Commit, Encode, Reduce
 from spesd.sync.ledger import Contributor, Entry, Head, PeerId, UnitId
 from spesd.sync.merge import Merging
+from spesd.sync.outer import OuterStep
 from spesd.sync.rebase import shift
 
 PACKET_SLACK = 2.0
@@ -74,6 +76,7 @@ class Workshop:
         settings: SyncConfig,
         blobs: Blobs,
         merging: Merging | None = None,
+        outer: OuterConfig | None = None,
     ) -> None:
         self._run = run
         self._sizes = sizes
@@ -82,6 +85,8 @@ class Workshop:
         self._codecs = codecs_of(settings)
         self._blobs = blobs
         self._merging = merging
+        self._outer = OuterStep(outer or OuterConfig())
+        self._momentum: dict[UnitId, tuple[Head, Values]] = {}
         self.agreed: dict[UnitId, Values] = {}
         self._heads: dict[UnitId, Head] = {}
         self._lost: dict[UnitId, _Lost] = {}
@@ -126,8 +131,8 @@ class Workshop:
         return Reduced(entry, refused)
 
     def _change(self, effect: Reduce, accepted: Sequence[tuple[Values, int]]) -> Values:
-        """What is to be added to the agreed state, float32 [size]: mean, merging move, and what was lost before."""
-        change = aggregate.weighted_mean(accepted)
+        """What is to be added to the agreed state, float32 [size]: outer step, merging move, what was lost before."""
+        change = self._outer.move(aggregate.weighted_mean(accepted), self._momentum_of(effect))
         merge = self._merging.update(effect.unit, effect.round, self.agreed) if self._merging else None
         if merge is not None:
             change += merge
@@ -135,6 +140,25 @@ class Workshop:
         if lost is not None and effect.round - lost.version <= self._settings.stale_rounds:
             change += lost.values
         return aggregate.clip(change, PACKET_SLACK * self._settings.max_delta_rms)
+
+    def _momentum_of(self, effect: Reduce) -> Values:
+        """Momentum of the unit at the effect's base: followed so far, or else from the packets that are here."""
+        size = self._sizes[effect.unit]
+        if not self._outer.has_momentum:
+            return np.zeros(0, np.float32)
+        head, momentum = self._momentum.get(effect.unit, (None, None))
+        if momentum is None or head != effect.base:
+            momentum = self._outer.replay(self._moves(effect), size)
+            self._momentum[effect.unit] = effect.base, momentum
+        return momentum
+
+    def _moves(self, effect: Reduce) -> Iterator[Values]:
+        """How far each of the recent packets moved the unit, as far back as they are plain ones and here."""
+        for entry in effect.recent:
+            if entry.base is None and entry.after.version <= effect.base.version:
+                codec = self._codecs.of_packet(self._is_dense(effect.unit, entry.after.version, None))
+                with suppress(Rejected):
+                    yield self._read(entry.packet, packet.Kind.PACKET, effect.unit, codec)[1]
 
     def _packet(self, effect: Reduce, change: Values, contributors: tuple[Contributor, ...]) -> Entry:
         """Write the packet that adds `change`, or, of a refresh, leads to the same state from further back."""
@@ -181,6 +205,9 @@ class Workshop:
         except aggregate.Refused as error:
             raise Rejected(f"packet {entry.packet[:12]} of {unit}: {error}") from None
         new = self._state(unit, entry.start) + update
+        head, momentum = self._momentum.get(unit, (None, None))
+        if momentum is not None and head == self._heads[unit] and state_hash(new) == entry.after.hash:
+            self._momentum[unit] = entry.after, self._outer.follow(new - self.agreed[unit], momentum)
         shift = self._replace(unit, entry.after, new, effect.accepted, (), keep=effect.anchor)
         made, lost = self._made.pop(unit, ("", None))
         if lost is not None and made == entry.packet:

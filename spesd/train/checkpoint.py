@@ -84,7 +84,7 @@ def load_checkpoint(path: Path, optimizer: UnitAdamW, units: Iterable[Unit], run
                 raise CheckpointError(f"{path}: {name} is {tensors[name].dtype} {tuple(tensors[name].shape)}")
     for unit in known:
         state = optimizer.state(unit.id)
-        state["step"].fill_(info.steps[unit.id])
+        optimizer.resume(unit.id, info.steps[unit.id])
         for moment, name in zip(_MOMENTS, _names(unit.id), strict=True):
             state[moment].copy_(tensors[name])
     return info

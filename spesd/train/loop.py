@@ -26,7 +26,7 @@ from spesd.train.exchange import UnitFile
 from spesd.train.failure import TrainerError
 from spesd.train.link import Command, Event, FailureReason
 from spesd.train.meters import Meters
-from spesd.train.optim import UnitAdamW, clip_gradient, learning_rate
+from spesd.train.optim import UnitAdamW, balance_factor, clip_gradient, learning_rate
 
 MAX_SKIPPED_IN_A_ROW = 20
 """Steps without a finite gradient after which the weights are taken to be lost."""
@@ -84,10 +84,11 @@ class Trainer:
         self._next_step_at = max(self._next_step_at + self._step_seconds, time.monotonic())
         self.weights.grad.zero_()
         loss = torch.zeros((), device=self.device)
+        balances = self.model.balances(balance_factor(config, self.round))
         for _ in range(config.accumulate):
             blocks = self._checked_tokens(self.sampler.batch(config.sequences)).to(self.device)
             with self._autocast():
-                losses = self.model.loss(blocks)
+                losses = self.model.loss(blocks, balances)
             torch.autograd.backward(losses.total / config.accumulate)
             loss += losses.cross_entropy.detach() / config.accumulate
 

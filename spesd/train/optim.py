@@ -21,6 +21,16 @@ def learning_rate(config: OptimizerConfig, round_number: int) -> float:
     return config.learning_rate * ratio
 
 
+def balance_factor(config: OptimizerConfig, round_number: int) -> float:
+    """Weight of trained experts' terms in the load-balancing loss: from `balance_start` to 1 over a fifth of the run.
+
+    While it is below 1, the router finds it cheaper to send tokens to the experts that learn from them (the decayed
+    factor of the authors' code, arXiv 2602.11543).
+    """
+    done = min(1.0, 5 * round_number / config.total_rounds)
+    return config.balance_start + (1 - config.balance_start) * done
+
+
 def clip_gradient(gradient: Tensor, max_norm: float) -> float:
     """Scale a flat gradient in place to at most `max_norm` and return the norm it had, which may not be finite."""
     norm = torch.linalg.vector_norm(gradient)
@@ -31,13 +41,13 @@ def clip_gradient(gradient: Tensor, max_norm: float) -> float:
 class UnitAdamW:
     """AdamW with one parameter and one learning-rate factor for each trained unit.
 
-    Weight decay applies to everything, norms and embeddings too, as in the authors' code. `factors` scales the learning
-    rate of single units (1 for all others).
+    Weight decay applies to everything, norms and embeddings too, as in the authors' code. Experts may have a learning
+    rate of their own, and one whose moments are fresh warms up.
     """
 
     def __init__(self, weights: FlatWeights, config: OptimizerConfig) -> None:
         self._config = config
-        self.factors: dict[str, float] = {}
+        self._steps: dict[str, int] = {}
         self._parameters: dict[str, nn.Parameter] = {}
         self._adamw: torch.optim.AdamW
         self.rebind(weights)
@@ -45,6 +55,7 @@ class UnitAdamW:
     def rebind(self, weights: FlatWeights) -> None:
         """Follow a change of ownership: kept units keep their moments, without a copy; new ones start afresh."""
         kept = {unit_id: self._adamw.state[parameter] for unit_id, parameter in self._parameters.items()}
+        self._steps = {unit.id: self._steps.get(unit.id, 0) for unit in weights.trained}
         self._parameters = {unit.id: nn.Parameter(weights.values(unit.id)) for unit in weights.trained}
         c = self._config
         self._adamw = torch.optim.AdamW(
@@ -66,8 +77,21 @@ class UnitAdamW:
     def step(self, rate: float) -> None:
         """Update all trained units in place from their gradients."""
         for unit_id, group in zip(self._parameters, self._adamw.param_groups, strict=True):
-            group["lr"] = rate * self.factors.get(unit_id, 1.0)
+            group["lr"] = rate * self.factor(unit_id)
+            self._steps[unit_id] += 1
         self._adamw.step()
+
+    def factor(self, unit_id: str) -> float:
+        """Learning rate of a unit over that of shared parameters."""
+        if not unit_id.startswith("expert"):
+            return 1.0
+        warm = min(1.0, (self._steps[unit_id] + 1) / max(1, self._config.owner_warmup_steps))
+        return self._config.expert_rate * warm
+
+    def resume(self, unit_id: str, steps: float) -> None:
+        """A unit's moments were restored: they are so many steps old."""
+        self._steps[unit_id] = int(steps)
+        self.state(unit_id)["step"].fill_(steps)
 
     def state(self, unit_id: str) -> dict[str, Tensor]:
         """A unit's `step` (scalar), `exp_avg` and `exp_avg_sq` (fp32 [unit.size]): live, not copies."""

@@ -54,6 +54,18 @@ def test_common_matrices_begin_at_zero_and_fold_into_the_experts():
     assert weights.layout.shared_size == plain_weights.layout.shared_size + weights.layout.expert_size
 
 
+def test_the_balance_of_a_step_knows_which_experts_are_trained():
+    _, model = decoder(("expert-1", "expert-3"))
+    balances = model.balances(0.7)
+    assert [balance.factors.tolist() for balance in balances] == [pytest.approx([1.0, 0.7, 1.0, 0.7])] * 2
+    blocks = torch.randint(32, (2, 13), generator=torch.Generator().manual_seed(0))
+    whole = model.loss(blocks, model.balances()).total.item()
+    assert whole == pytest.approx(model.loss(blocks).total.item(), abs=1e-6)
+    for part in blocks.split(1):
+        model.loss(part, balances)
+    assert [balance.routed.sum().item() for balance in balances] == [2 * 12 * 2] * 2
+
+
 def test_every_trained_parameter_gets_a_gradient_in_place():
     weights, model = decoder(("expert-0", "expert-1", "expert-2", "expert-3"))
     model.loss(torch.randint(32, (4, 13), generator=torch.Generator().manual_seed(0))).total.backward()

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from spesd.config.manifest import ModelConfig
 from spesd.model.flat import FlatWeights
-from spesd.model.moe import router_losses
+from spesd.model.moe import Balance, router_losses
 from spesd.model.transformer import Transformer
 from spesd.model.units import UnitLayout
 from spesd_kernels.grouped import grouped_outer_reference
@@ -160,3 +160,19 @@ def test_balance_is_one_when_balanced_and_experts_when_collapsed():
     logits = torch.tensor([[50.0, 0, 0, 0]] * 4)
     collapsed = router_losses(logits, logits.softmax(-1), torch.zeros(4, 1, dtype=torch.long))
     assert collapsed.balance.item() == pytest.approx(4.0)
+
+
+def test_balance_looks_at_the_whole_step_and_weighs_trained_experts():
+    generator = torch.Generator().manual_seed(0)
+    logits = [torch.randn(6, 4, generator=generator) for _ in range(3)]
+    chosen = [part.topk(2).indices for part in logits]
+    balance = Balance(torch.zeros(4), torch.tensor([0.7, 1.0, 1.0, 1.0]))
+    losses = [
+        router_losses(part, part.softmax(-1), rows, balance).balance for part, rows in zip(logits, chosen, strict=True)
+    ]
+    counts = torch.stack([torch.bincount(rows.flatten(), minlength=4) for rows in chosen])
+    assert torch.equal(balance.routed, counts.sum(0).float())
+    for index, loss in enumerate(losses):
+        share = counts[: index + 1].sum(0) / counts[: index + 1].sum()
+        expected = 4 * (balance.factors * share * logits[index].softmax(-1).mean(0)).sum()
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)

@@ -9,7 +9,7 @@ from spesd.config.manifest import ModelConfig, OptimizerConfig
 from spesd.model.flat import FlatWeights
 from spesd.model.units import UnitLayout
 from spesd.train.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
-from spesd.train.optim import UnitAdamW, clip_gradient, learning_rate
+from spesd.train.optim import UnitAdamW, balance_factor, clip_gradient, learning_rate
 
 LAYOUT = UnitLayout(ModelConfig(layers=1, width=8, heads=2, expert_width=8, experts=3, top_k=1, vocabulary=8), 2)
 CONFIG = OptimizerConfig(learning_rate=0.1, warmup_rounds=4, total_rounds=14, sequences=1, weight_decay=0.1)
@@ -57,14 +57,39 @@ def test_units_step_as_one_vector_would():
     torch.testing.assert_close(weights.theta, whole.data)
 
 
-def test_a_factor_scales_the_learning_rate_of_its_unit_alone():
+def test_experts_may_have_a_learning_rate_of_their_own():
     weights, _ = trained(steps=0)
-    optimizer = UnitAdamW(weights, CONFIG)
-    optimizer.factors["expert-1"] = 0.0
     before = {unit.id: weights.values(unit.id).clone() for unit in weights.trained}
-    weights.grad.normal_()
+    optimizer = UnitAdamW(weights, CONFIG.model_copy(update={"expert_rate": 0.5, "weight_decay": 0.0}))
+    weights.grad.fill_(1.0)
     optimizer.step(0.01)
-    assert [unit for unit, old in before.items() if torch.equal(old, weights.values(unit))] == ["expert-1"]
+    moved = {unit: (old - weights.values(unit)).mean().item() for unit, old in before.items()}
+    assert moved == pytest.approx({"shared-0": 0.01, "shared-1": 0.01, "expert-0": 0.005, "expert-1": 0.005}, rel=1e-3)
+
+
+def test_a_fresh_owner_s_expert_warms_up_and_a_kept_or_restored_one_does_not(tmp_path):
+    config = CONFIG.model_copy(update={"owner_warmup_steps": 4})
+    weights, _ = trained(steps=0)
+    optimizer = UnitAdamW(weights, config)
+    factors = []
+    for _ in range(5):
+        factors.append(optimizer.factor("expert-1"))
+        optimizer.step(0.01)
+    assert factors == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert optimizer.factor("shared-0") == 1.0
+    optimizer.rebind(weights.with_owned(["expert-1", "expert-2"]))
+    assert (optimizer.factor("expert-1"), optimizer.factor("expert-2")) == (1.0, 0.25)
+    save_checkpoint(tmp_path / "c", optimizer, weights.with_owned(["expert-1"]).trained, "run", 1, 1)
+    fresh = UnitAdamW(weights, config)
+    load_checkpoint(tmp_path / "c", fresh, weights.trained, "run")
+    assert (fresh.factor("expert-0"), fresh.factor("expert-1")) == (0.25, 1.0)
+
+
+def test_the_weight_of_trained_experts_in_the_balance_rises_over_a_fifth_of_the_run():
+    config = CONFIG.model_copy(update={"balance_start": 0.7, "total_rounds": 50})
+    factors = [balance_factor(config, number) for number in (0, 5, 10, 40)]
+    assert factors == pytest.approx([0.7, 0.85, 1.0, 1.0])
+    assert balance_factor(CONFIG, 0) == 1.0
 
 
 def test_moments_of_kept_units_survive_a_change_of_ownership():
