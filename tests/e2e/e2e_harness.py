@@ -66,6 +66,13 @@ contribute_seconds = 3.0
 packet_seconds = 3.0
 coordinator_seconds = 2.0
 anchor_rounds = 2
+codec = "topk"
+top_share = 0.2
+
+[merge]
+interval = 2
+alpha = 0.1
+decay_rounds = 1000
 
 [ownership]
 grace_seconds = 4.0
@@ -74,7 +81,7 @@ record_seconds = 40.0
 
 
 def write_draft(path: Path, source: Path, name: str = "e2e", seed: int = 0) -> Path:
-    """A run of 8 tiny experts whose rounds last about a second."""
+    """A run of 8 tiny experts whose rounds last about a second; in every other one experts merge."""
     path.write_text(DRAFT.format(name=name, seed=seed, experts=EXPERTS, source=source))
     return path
 
