@@ -92,6 +92,7 @@ class RoundStatus(Answer):
     committed: int = Field(default=0, ge=0, description="units that got a new version, partial ones included")
     total: int = Field(default=0, ge=0, description="units of the model")
     waiting_for: tuple[Waiting, ...] = ()
+    local_steps: int = Field(default=0, ge=0, description="steps after which this peer asks for the next round")
     results: dict[str, UnitOutcome] = Field(default_factory=dict, description="by unit id")
 
 

@@ -116,11 +116,15 @@ class SyncConfig(Section):
     dense_codec: Literal["fp32", "fp16", "int8", "int4"] = Field(
         default="int8", description="with topk: of packets that hold a merging move or a refresh"
     )
-    local_steps: int = Field(ge=1, description="steps after which a peer is ready for the next round")
+    local_steps: int = Field(ge=1, description="least steps after which a peer is ready for the next round")
+    max_local_steps: int = Field(default=0, ge=0, description="most of them where rounds take long; 0: as local_steps")
+    comm_share: float = Field(default=0.5, gt=0, le=1, description="share of the time that a round may take, for that")
     min_round_seconds: float = Field(default=0.0, ge=0, description="least time between two calls")
-    gather_seconds: float = Field(default=3.0, gt=0, description="a call waits so long for peers to join its roster")
-    contribute_seconds: float = Field(default=10.0, gt=0, description="a reducer waits so long for contributions")
-    packet_seconds: float = Field(default=10.0, gt=0, description="a member waits so long for a packet to be fetched")
+    gather_seconds: float = Field(default=3.0, gt=0, description="a call waits at most so long for peers to join")
+    contribute_seconds: float = Field(
+        default=10.0, gt=0, description="a reducer waits at most so long for contributions"
+    )
+    packet_seconds: float = Field(default=10.0, gt=0, description="a member waits at most so long for a packet")
     coordinator_seconds: float = Field(default=5.0, gt=0, description="a ready peer waits so long for the call")
     weight_cap: float = Field(default=2.0, ge=1, description="most that a peer may weigh, in medians of the roster")
     max_delta_rms: float = Field(default=0.1, gt=0, description="a contribution with a larger RMS value is refused")

@@ -77,6 +77,11 @@ def experts(records: Mapping[PeerId, PeerRecord], peer: SyncPeer) -> tuple[Exper
 
 def round_status(peer: SyncPeer, ended: Iterable[RoundEnded], now: float) -> RoundStatus:
     """The open round, or the last one that ended."""
+    status = _newest_round(peer, ended, now)
+    return status.model_copy(update={"local_steps": peer.member.pace.needed})
+
+
+def _newest_round(peer: SyncPeer, ended: Iterable[RoundEnded], now: float) -> RoundStatus:
     current = peer.current_round()
     if current is not None:
         results = {unit: state.report for unit, state in current.units.items()}

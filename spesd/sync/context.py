@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -11,6 +11,7 @@ from spesd.config.manifest import SyncConfig
 from spesd.sync.effects import Effect, Send, Strike
 from spesd.sync.ledger import Head, Ledger, PeerId, UnitId, is_better
 from spesd.sync.messages import MAX_ROUND_WEIGHT, Message
+from spesd.sync.patience import Patience
 from spesd.sync.rendezvous import rank
 
 MAX_ROUND_JUMP = 100_000
@@ -30,7 +31,12 @@ class Signer(Protocol):
 
 @dataclass(slots=True)
 class Context:
-    """Shared by coordinator, rounds and catch-up of one peer. `sizes` are the values of each unit, in layout order."""
+    """Shared by coordinator, rounds and catch-up of one peer. `sizes` are the values of each unit, in layout order.
+
+    `late` are peers whose contribution or packet missed a deadline, `silent` those that did not answer a call in time:
+    they are not waited for again until they have been in time. `slow` are those that the last roster calls late: what
+    all its members know alike, so that none of these is asked to coordinate.
+    """
 
     me: PeerId
     run: str
@@ -42,7 +48,19 @@ class Context:
     owned: frozenset[UnitId] = frozenset()
     live: set[PeerId] = field(default_factory=set)
     newest_round: int = 0
+    late: set[PeerId] = field(default_factory=set)
+    silent: set[PeerId] = field(default_factory=set)
+    slow: frozenset[PeerId] = frozenset()
+    gathering: Patience = field(init=False)
+    contributing: Patience = field(init=False)
+    stage: Patience = field(init=False)
     effects: list[Effect] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        settings = self.settings
+        self.gathering = Patience(settings.gather_seconds)
+        self.contributing = Patience(settings.contribute_seconds)
+        self.stage = Patience(settings.contribute_seconds + settings.packet_seconds)
 
     def emit(self, effect: Effect) -> None:
         self.effects.append(effect)
@@ -85,9 +103,11 @@ class Context:
         return ours is None or not self.is_lazy(unit) or head.version // every > ours.version // every
 
     def coordinators(self, round_: int) -> list[PeerId]:
-        """Live peers in the order in which they may coordinate `round_`."""
-        return rank(f"{self.run}|round|{round_}", self.live | {self.me})
+        """Live peers in the order in which they may coordinate `round_`, slow ones last."""
+        return sorted(rank(f"{self.run}|round|{round_}", self.live | {self.me}), key=lambda peer: peer in self.slow)
 
-    def reducers(self, round_: int, unit: UnitId, contributors: Iterable[PeerId]) -> list[PeerId]:
-        """Contributors of a unit in the order in which they may reduce it."""
-        return rank(f"{self.run}|reduce|{round_}|{unit}", contributors)
+    def reducers(
+        self, round_: int, unit: UnitId, contributors: Iterable[PeerId], late: Collection[PeerId] = ()
+    ) -> list[PeerId]:
+        """Contributors of a unit in the order in which they may reduce it, those last that the roster calls late."""
+        return sorted(rank(f"{self.run}|reduce|{round_}|{unit}", contributors), key=lambda peer: peer in late)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from spesd.sync.context import Context
 from spesd.sync.ledger import Head, PeerId, UnitId, is_better
-from spesd.sync.messages import MAX_CONTRIBUTORS, Call, HeadInfo, Join, Roster, RosterUnit, SignedRoster
+from spesd.sync.messages import MAX_CONTRIBUTORS, MAX_LATE, Call, HeadInfo, Join, Roster, RosterUnit, SignedRoster
 
 
 @dataclass(slots=True)
@@ -20,6 +20,7 @@ class Gathering:
 
     round: int
     attempt: int
+    called: float
     deadline: float
     waiting: set[PeerId]
     joins: dict[PeerId, Join] = field(default_factory=dict)
@@ -35,6 +36,7 @@ class Coordinator:
         self._attempt = 0
         self._last_call = float("-inf")
         self.gathering: Gathering | None = None
+        self._last: Gathering | None = None
 
     def wanted(self, now: float, round_: int) -> None:
         """Somebody is ready for `round_`: call it as soon as `min_round_seconds` have passed since the last call."""
@@ -44,11 +46,17 @@ class Coordinator:
             self._next_round = round_
             self._due = max(now, self._last_call + self._context.settings.min_round_seconds)
 
-    def joined(self, peer: PeerId, join: Join) -> None:
+    def joined(self, now: float, peer: PeerId, join: Join) -> None:
         """A peer answers the call."""
-        gathering = self.gathering
+        last, gathering = self._last, self.gathering
+        if not join.units and self._context.me in join.late:
+            self._context.slow |= {self._context.me}
+        if last is not None and (join.round, join.attempt) == (last.round, last.attempt) and now <= last.deadline:
+            self._context.silent.discard(peer)
         if gathering is None or (join.round, join.attempt) != (gathering.round, gathering.attempt):
             return
+        if peer in gathering.waiting:
+            self._context.gathering.saw(now - gathering.called)
         gathering.waiting.discard(peer)
         if join.units and peer not in gathering.joins and len(gathering.joins) < MAX_CONTRIBUTORS:
             gathering.joins[peer] = join
@@ -81,20 +89,24 @@ class Coordinator:
         return None, None
 
     def _call(self, now: float) -> Call:
-        context, seconds = self._context, self._context.settings.gather_seconds
+        context, seconds = self._context, self._context.gathering.seconds
         self._due, self._last_call = None, now
         self._attempt += 1
         call = Call(round=self._next_round, attempt=self._attempt, seconds=seconds)
-        self.gathering = Gathering(call.round, call.attempt, now + seconds, context.live | {context.me})
+        waiting = (context.live - context.silent) | {context.me}
+        self.gathering = self._last = Gathering(call.round, call.attempt, now, now + seconds, waiting)
         context.broadcast(context.live, call)
         return call
 
     def _freeze(self, gathering: Gathering) -> SignedRoster | None:
         """Send the roster to its members; None if nobody joined."""
         self.gathering = None
+        context = self._context
+        context.silent |= gathering.waiting - {context.me}
         if not gathering.joins:
             return None
-        context = self._context
+        if context.me in context.slow and gathering.joins.keys() == {context.me} and context.live:
+            return None  # a round of our own would make all others wait for our link
         roster = make_roster(context.me, gathering, context.sizes)
         signed = SignedRoster(roster=roster, signature=context.signer.sign(roster.canonical_bytes()))
         context.broadcast(roster.tokens, signed)
@@ -113,10 +125,12 @@ def make_roster(coordinator: PeerId, gathering: Gathering, units: Iterable[UnitI
         if best is not None:
             owners = [peer for peer, join in joins.items() if unit in join.units and join.units[unit].head() == best]
             rows[unit] = RosterUnit(head=HeadInfo.of(best), contributors=owners)
+    told = {peer for join in joins.values() for peer in join.late}
     return Roster(
         round=gathering.round,
         attempt=gathering.attempt,
         coordinator=coordinator,
         tokens={peer: join.tokens for peer, join in joins.items()},
         units=rows,
+        late=sorted(told)[:MAX_LATE],
     )

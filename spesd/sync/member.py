@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from spesd.sync.context import Context
 from spesd.sync.effects import TakeSnapshot
 from spesd.sync.ledger import Head, PeerId, UnitId
-from spesd.sync.messages import MAX_TOKENS, Call, HeadInfo, Join, Ready, Roster
+from spesd.sync.messages import MAX_LATE, MAX_TOKENS, Call, HeadInfo, Join, Ready, Roster
+from spesd.sync.patience import Pace
 
 GATHER_PATIENCE = 2
 """How many times the announced gather time a member waits for the roster."""
@@ -32,6 +33,7 @@ class Member:
 
     def __init__(self, context: Context) -> None:
         self._context = context
+        self.pace = Pace(context.settings)
         self.joining: Joining | None = None
         self._steps = 0
         self._tokens = 0
@@ -40,8 +42,9 @@ class Member:
 
     # Becoming ready --------------------------------------------------------------------------------------------------
 
-    def progress(self, steps: int, tokens: int) -> None:
+    def progress(self, now: float, steps: int, tokens: int) -> None:
         """The trainer has done more work."""
+        self.pace.stepped(now, steps)
         self._steps += steps
         self._tokens += tokens
 
@@ -53,7 +56,7 @@ class Member:
     def ask(self, now: float) -> PeerId | None:
         """If a coordinator is to be asked now: whom. The first in order, and after each deadline the next."""
         context = self._context
-        if self.joining is not None or self._steps < context.settings.local_steps:
+        if self.joining is not None or self._steps < self.pace.needed:
             return None
         if self._ready_since is None:
             self._ready_since, self._asked = now, 0
@@ -99,7 +102,8 @@ class Member:
             return None
         joining.tokens, joining.steps = min(self._tokens, MAX_TOKENS), self._steps
         units = {unit: HeadInfo.of(head) for unit, head in joining.bases.items()}
-        return Join(round=round_, attempt=joining.attempt, tokens=joining.tokens, units=units)
+        late = sorted(self._context.late | self._context.silent)[:MAX_LATE]
+        return Join(round=round_, attempt=joining.attempt, tokens=joining.tokens, units=units, late=late)
 
     def expects(self, roster: Roster) -> bool:
         """Whether this is the roster that we joined."""

@@ -23,6 +23,7 @@ MAX_PEERS = 4096
 MAX_UNITS = 8192
 MAX_ENTRIES = 4096
 MAX_CONTRIBUTORS = 1024
+MAX_LATE = 256
 
 MAX_ROUND_WEIGHT = MAX_TOKENS * MAX_CONTRIBUTORS
 """Most weight that one round can add to a chain; with MAX_ROUND of them the sum still fits a `Count`."""
@@ -109,12 +110,16 @@ class Call(Message):
 
 
 class Join(Message):
-    """To the coordinator: what I bring to `round`. Without `units`: count me out (I am syncing, or have no trainer)."""
+    """To the coordinator: what I bring to `round`. Without `units`: count me out (I am syncing, or have no trainer).
+
+    `late` are peers that I waited for in vain.
+    """
 
     round: Round
     attempt: Count
     tokens: Tokens
     units: Annotated[dict[UnitName, HeadInfo], Field(max_length=MAX_UNITS)]
+    late: Annotated[list[Peer], Field(max_length=MAX_LATE)] = []
 
 
 class RosterUnit(Message):
@@ -125,13 +130,17 @@ class RosterUnit(Message):
 
 
 class Roster(Message):
-    """The frozen list of who takes part in a round. `tokens` counts each member's since its last round."""
+    """The frozen list of who takes part in a round. `tokens` counts each member's since its last round.
+
+    Peers that some member called late reduce only where nobody else can, and do not coordinate the next round.
+    """
 
     round: Round
     attempt: Count
     coordinator: Peer
     tokens: Annotated[dict[Peer, Tokens], Field(min_length=1, max_length=MAX_PEERS)]
     units: Annotated[dict[UnitName, RosterUnit], Field(max_length=MAX_UNITS)]
+    late: Annotated[list[Peer], Field(max_length=MAX_LATE)] = []
 
     @model_validator(mode="after")
     def _contributors_are_members(self) -> Roster:

@@ -32,10 +32,8 @@ from spesd.sync.messages import (
 )
 from spesd.sync.pipeline import Pipeline
 from spesd.sync.round import Round
+from spesd.sync.rounds import Rounds
 from spesd.sync.work import OwnWork
-
-MAX_EARLY = 4096
-"""Contributions that are kept while the roster to which they belong is still on its way to us."""
 
 HEARD_SECONDS = 30.0
 """A peer that we heard from so recently counts as live, whatever the directory says."""
@@ -62,13 +60,12 @@ class SyncPeer:
         self.catchup = CatchUp(self.context, self.pipeline)
         self.coordinator = Coordinator(self.context)
         self.member = Member(self.context)
-        self.rounds: dict[int, Round] = {}
+        self.rounds = Rounds(self.context, self.pipeline)
         self.training = False
         self.leaving = False
         self._shared = frozenset(unit for unit in sizes if unit.startswith("shared"))
         self._heard: dict[PeerId, float] = {}
         self._made: set[str] = set()
-        self._early: list[tuple[int, PeerId, UnitId, str]] = []
         self._pending: _PendingCall | None = None
 
     # What others can see ---------------------------------------------------------------------------------------------
@@ -90,8 +87,7 @@ class SyncPeer:
     @property
     def at_rest(self) -> frozenset[UnitId]:
         """Units that we train and that no open round and no step of the pipeline touches."""
-        rounds = self.rounds.values()
-        return frozenset(u for u in self.trained if not self.pipeline.busy(u) and all(r.settled([u]) for r in rounds))
+        return frozenset(u for u in self.trained if not self.pipeline.busy(u) and self.rounds.settled(u))
 
     @property
     def idle(self) -> bool:
@@ -100,7 +96,7 @@ class SyncPeer:
 
     def current_round(self) -> Round | None:
         """The newest open round."""
-        return self.rounds[max(self.rounds)] if self.rounds else None
+        return self.rounds.newest
 
     def take_effects(self) -> list[Effect]:
         """Effects since the last call, in the order in which they are to be carried out."""
@@ -133,19 +129,16 @@ class SyncPeer:
         self.context.live.discard(peer)
         self.coordinator.lost(peer)
         self.catchup.lost(peer)
-        for round_ in self.rounds.values():
-            round_.lost(now, peer)
+        self.rounds.lost(now, peer)
         self.on_time(now)
 
     def on_time(self, now: float) -> None:
         """Do what is due. Call at `deadline()` or a little later."""
-        for round_ in self.rounds.values():
-            round_.tick(now)
+        self.rounds.tick(now)
         self._close_rounds(now)
         self.member.expire(now)
-        if self.member.joining is None and self._early:
-            early, self._early = self._early, []
-            self.pipeline.discard(blob for *_, blob in early)
+        if self.member.joining is None:
+            self.rounds.forget_early()
         if self.settled:
             pending, self._pending = self._pending, None
             if pending is not None and now < pending.until:
@@ -155,8 +148,7 @@ class SyncPeer:
 
     def deadline(self) -> float:
         """When `on_time` next has something to do."""
-        times = [round_.deadline() for round_ in self.rounds.values()]
-        times += [self.coordinator.deadline() if self.settled else None, self.member.deadline()]
+        times = [self.rounds.deadline(), self.coordinator.deadline() if self.settled else None, self.member.deadline()]
         return min([time for time in times if time is not None] + [self.catchup.deadline()])
 
     def leave(self) -> None:
@@ -175,7 +167,7 @@ class SyncPeer:
 
     def on_progress(self, now: float, steps: int, tokens: int) -> None:
         """The trainer has done more work: `steps` and `tokens` since the last such event."""
-        self.member.progress(steps, tokens)
+        self.member.progress(now, steps, tokens)
         self.on_time(now)
 
     def on_snapshot(self, now: float, round_: int) -> None:
@@ -212,7 +204,7 @@ class SyncPeer:
         round_.reduced(effect.unit, entry)
         if entry is not None and entry.before == self.ledger[entry.unit].head and self.pipeline.commit_own(entry):
             self._made.add(entry.packet)
-            round_.announced(entry)
+            round_.announced(now, entry)
         self._close_rounds(now)
 
     def on_fetched(self, now: float, unit: UnitId, ok: bool) -> None:
@@ -251,12 +243,9 @@ class SyncPeer:
         if state is not None:
             return state.contribution(now, sender, unit, blob)
         joining = self.member.joining
-        if joining is None or joining.round != round_ or len(self._early) >= MAX_EARLY or unit not in joining.bases:
+        if joining is None or joining.round != round_ or unit not in joining.bases:
             return f"round {round_} is not open here"
-        if any(row[:3] == (round_, sender, unit) for row in self._early):
-            return f"a contribution of round {round_} is kept already"
-        self._early.append((round_, sender, unit, blob))
-        return None
+        return self.rounds.keep_early(round_, sender, unit, blob)
 
     def on_message(self, now: float, sender: PeerId, message: Message) -> None:
         """A checked message from the authenticated peer `sender`."""
@@ -267,12 +256,12 @@ class SyncPeer:
             case Call():
                 self._called(now, sender, message)
             case Join():
-                self.coordinator.joined(sender, message)
+                self.coordinator.joined(now, sender, message)
             case SignedRoster():
                 self._roster(now, sender, message)
             case Announce():
                 for info in message.entries:
-                    self._learn(sender, info)
+                    self._learn(now, sender, info)
             case Heads():
                 self._heads(sender, message)
             case TrailRequest():
@@ -297,8 +286,11 @@ class SyncPeer:
         if call.round <= newest and sender != self.context.me:
             self.context.send(sender, self.catchup.my_heads(reply=True))
         able = self._can_join and newest < call.round <= newest + MAX_HINT_JUMP
-        if not able or not self.member.can_answer(sender):
-            self._answer(now, sender, Join(round=call.round, attempt=call.attempt, tokens=0, units={}))
+        # the roster of a slow peer would come late, and bind us until then
+        slow = sender in self.context.slow and not (self.context.live | {self.context.me}) <= self.context.slow
+        if slow or not able or not self.member.can_answer(sender):
+            late = [sender] if slow else []
+            self._answer(now, sender, Join(round=call.round, attempt=call.attempt, tokens=0, units={}, late=late))
         elif not self.settled:
             seconds = min(call.seconds, self.context.settings.gather_seconds)
             self._pending = _PendingCall(sender, call, now + seconds)
@@ -307,7 +299,7 @@ class SyncPeer:
 
     def _answer(self, now: float, coordinator: PeerId, join: Join) -> None:
         if coordinator == self.context.me:
-            self.coordinator.joined(coordinator, join)
+            self.coordinator.joined(now, coordinator, join)
         else:
             self.context.send(coordinator, join)
 
@@ -325,16 +317,12 @@ class SyncPeer:
             self.context.strike(sender, f"roster of round {roster.round} lists units that were not offered")
             return
         self.context.newest_round = max(self.context.newest_round, roster.round)
-        round_ = self.rounds[roster.round] = Round(self.context, roster, now)
-        round_.start()
-        early, self._early = self._early, []
-        for number, peer, unit, blob in early:
-            if number != roster.round or round_.contribution(now, peer, unit, blob) is not None:
-                self.pipeline.discard([blob])
+        self.context.slow = frozenset(roster.late)
+        self.rounds.begin(now, roster)
         for unit, row in roster.units.items():
             self.catchup.heard(row.contributors[0], {unit: row.head.head()})
 
-    def _learn(self, sender: PeerId, info: EntryInfo) -> None:
+    def _learn(self, now: float, sender: PeerId, info: EntryInfo) -> None:
         """A packet is announced: take it if it follows our head, else find out how to get there."""
         try:
             entry = info.entry()
@@ -347,8 +335,8 @@ class SyncPeer:
         if not is_better(entry.after, head):
             return
         round_ = self.rounds.get(entry.after.version)
-        if round_ is not None and round_.accepts(entry):
-            round_.announced(entry)
+        if round_ is not None:
+            round_.announced(now, entry)
         if not self.context.wants(entry.unit, entry.after):
             return
         if entry.follows(head) and not self.pipeline.busy(entry.unit):
@@ -381,14 +369,12 @@ class SyncPeer:
             self._roster(now, self.context.me, signed)
 
     def _lost_work(self, units: Iterable[UnitId]) -> None:
-        for round_ in self.rounds.values():
-            round_.withdraw(units)
+        self.rounds.withdraw(units)
         self.pipeline.discard(self.work.clear(units))
 
     def _moved(self, unit: UnitId, head: Head) -> None:
         self.context.newest_round = max(self.context.newest_round, head.version)
-        for round_ in self.rounds.values():
-            round_.committed(unit, head)
+        self.rounds.committed(unit, head)
 
     def _announce(self, entry: Entry) -> None:
         """Tell everybody of a packet that we have made."""
@@ -397,7 +383,6 @@ class SyncPeer:
         self.context.broadcast(members | self.context.live, Announce(entries=[EntryInfo.of(entry)]))
 
     def _close_rounds(self, now: float) -> None:
-        for number in [number for number, round_ in self.rounds.items() if round_.over]:
-            round_ = self.rounds.pop(number)
-            self.context.emit(round_.report(now))
-            self.pipeline.discard(round_.received_from_others())
+        for report in self.rounds.close(now):
+            self.member.pace.ended(report.ended - report.started)
+            self.context.emit(report)

@@ -1,8 +1,9 @@
 """One round as a member sees it, from the frozen roster to the last commit.
 
 For each unit a member may be contributor, reducer, or only a reader. Stages are of equal length: in stage k the k-th
-reducer in order is waited for. A reducer closes a unit `contribute_seconds` into its stage; the rest of the stage is
-for its packet to spread.
+reducer in order is waited for. A reducer closes a unit some way into its stage; the rest of the stage is for its
+packet to spread. How long both are follows from how long contributions and packets took before (`patience.py`). Who
+misses a deadline is not waited for again until it has been in time: a broken link costs the others one deadline.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from spesd.sync.context import Context
 from spesd.sync.effects import Encode, Outcome, Reduce, RoundEnded, SendContribution, UnitReport
 from spesd.sync.ledger import Contributor, Entry, Head, PeerId, UnitId
 from spesd.sync.messages import Announce, EntryInfo, Roster
+from spesd.sync.patience import FLOOR
 
 MAX_STAGES = 3
 """Reducers that are tried before a unit is left unchanged."""
@@ -54,17 +56,16 @@ class Round:
         self.number = roster.round
         self.started = now
         self._gone: set[PeerId] = set()
+        self.contribute_seconds = context.contributing.seconds
+        spread = FLOOR * context.settings.packet_seconds
+        self.stage_seconds = max(context.stage.seconds, self.contribute_seconds + spread)
         self.units: dict[UnitId, UnitRound] = {}
         for unit, row in roster.units.items():
             if context.is_lazy(unit) and not context.is_refresh(unit, row.head.version, roster.round):
                 continue  # nobody waits for what nobody here fetches
             weights = capped_weights({p: roster.tokens[p] for p in row.contributors}, context.settings.weight_cap)
-            order = context.reducers(roster.round, unit, row.contributors)[:MAX_STAGES]
+            order = context.reducers(roster.round, unit, row.contributors, roster.late)[:MAX_STAGES]
             self.units[unit] = UnitRound(row.head.head(), weights, order)
-
-    @property
-    def stage_seconds(self) -> float:
-        return self._context.settings.contribute_seconds + self._context.settings.packet_seconds
 
     def start(self) -> None:
         """Encode this peer's contributions."""
@@ -88,6 +89,7 @@ class Round:
         state = self.units.get(unit)
         if state is None or sender not in state.weights or self._context.me not in state.reducers:
             return "not a contributor to this reducer in this round"
+        self._arrived(now, sender, state)
         if state.entry is not None:
             self._context.send(sender, Announce(entries=[EntryInfo.of(state.entry)]))
             return "the unit's packet is made"
@@ -124,11 +126,13 @@ class Round:
         peers = [c.peer for c in entry.contributors]
         return len(set(peers)) == len(peers) and all(weights.get(c.peer) == c.weight for c in entry.contributors)
 
-    def announced(self, entry: Entry) -> None:
+    def announced(self, now: float, entry: Entry) -> None:
         """A packet for one of our units is known; the reducer is not waited for any more."""
         state = self.units.get(entry.unit)
-        if state is not None and state.entry is None:
+        if state is not None and state.entry is None and self.accepts(entry):
             state.entry = entry
+            if state.stage == 0:
+                self._context.stage.saw(now - self.started)
 
     def committed(self, unit: UnitId, head: Head) -> None:
         """The agreed state of `unit` is now `head`."""
@@ -157,6 +161,8 @@ class Round:
             if not state.open:
                 continue
             if now >= self.started + self.stage_seconds * (state.stage + 1) and state.entry is None:
+                if state.reducer is not None and state.reducer != self._context.me:
+                    self._context.late.add(state.reducer)
                 self._next_stage(unit)
             self._maybe_reduce(now, unit)
             if now >= self._end(state):
@@ -166,8 +172,10 @@ class Round:
     # What it looks like ----------------------------------------------------------------------------------------------
 
     def _end(self, state: UnitRound) -> float:
-        """When a unit is given up: once each of its reducers has had its stage."""
-        return self.started + self.stage_seconds * max(1, len(state.reducers))
+        """When a unit is given up: once each of its reducers has had its stage. A mere reader is in no hurry."""
+        stages = self.stage_seconds * max(1, len(state.reducers))
+        contributes = self._context.me in state.weights
+        return self.started + (stages if contributes else max(stages, self._context.stage.limit))
 
     @property
     def over(self) -> bool:
@@ -187,9 +195,9 @@ class Round:
         rows = []
         for unit, state in self.units.items():
             if state.open:
-                late = [p for p in state.weights if p not in state.received and p not in self._gone]
+                missing = sorted(self._missing(state))
                 me_reducing = state.reducer == self._context.me and state.entry is None
-                whom = late[0] if me_reducing and late else state.reducer or self.roster.coordinator
+                whom = missing[0] if me_reducing and missing else state.reducer or self.roster.coordinator
                 rows.append((unit, whom, max(0.0, self._close_time(state) - now)))
         return rows
 
@@ -210,8 +218,21 @@ class Round:
         if state.entry is not None or state.stage >= len(state.reducers):
             return self._end(state)
         if state.reducer == self._context.me and not state.reducing:
-            return self.started + self.stage_seconds * stage + self._context.settings.contribute_seconds
+            return self.started + self.stage_seconds * stage + self.contribute_seconds
         return self.started + self.stage_seconds * (stage + 1)
+
+    def _missing(self, state: UnitRound) -> set[PeerId]:
+        """Whose contributions a reducer still waits for."""
+        return set(state.weights) - set(state.received) - self._gone - self._context.late
+
+    def _arrived(self, now: float, sender: PeerId, state: UnitRound) -> None:
+        """Learn from the time that a contribution took. A late peer's counts only to redeem it."""
+        took = now - self.started
+        if sender in self._context.late:
+            if took <= self.contribute_seconds:
+                self._context.late.discard(sender)
+        elif state.stage == 0 and sender not in state.received:
+            self._context.contributing.saw(took)
 
     def _next_stage(self, unit: UnitId) -> None:
         state = self.units[unit]
@@ -239,10 +260,11 @@ class Round:
         asked_by_others = any(peer != me for peer in state.received)
         if state.reducer != me and not asked_by_others:
             return
-        waiting = set(state.weights) - set(state.received) - self._gone
+        waiting = self._missing(state)
         stage = max(state.stage, state.reducers.index(me))
-        closes = self.started + self.stage_seconds * stage + self._context.settings.contribute_seconds
+        closes = self.started + self.stage_seconds * stage + self.contribute_seconds
         if state.received and (not waiting or now >= closes):
+            self._context.late |= waiting - {me}
             state.reducing = True
             rows = tuple(Contributor(p, state.weights[p], state.received[p]) for p in sorted(state.received))
             refresh = self._context.refresh_base(unit, state.base.version, self.number)

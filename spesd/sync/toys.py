@@ -86,6 +86,7 @@ class ToyTrainer:
     commands: list[Callable[[], None]] = field(default_factory=list)
 
     def own(self, agreed: Mapping[UnitId, Values], trained: Set[UnitId]) -> None:
+        self.obey()  # what was asked for before belongs to the units trained before
         for unit in sorted(self.theta.keys() - trained):
             del self.theta[unit], self.unaccepted[unit]
         for unit in sorted(trained - self.theta.keys()):
@@ -115,11 +116,15 @@ class ToyTrainer:
     def round_ended(self, report: fx.RoundEnded) -> None:
         pass
 
-    def step(self) -> None:
-        """One local step: obey commands, then move every trained unit."""
+    def obey(self) -> None:
+        """Carry out what was asked for since the last step."""
         commands, self.commands = self.commands, []
         for command in commands:
             command()
+
+    def step(self) -> None:
+        """One local step: obey commands, then move every trained unit."""
+        self.obey()
         for unit, values in self.theta.items():
             before = values.astype(np.float64)
             values += (1e-3 * self.generator.standard_normal(values.size)).astype(np.float32)  # noqa: PLW2901

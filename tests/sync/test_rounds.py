@@ -82,7 +82,7 @@ def test_the_roster_takes_the_best_state_and_those_who_have_it() -> None:
         "b": Join(round=4, attempt=1, tokens=6, units={UNIT: HeadInfo.of(old)}),
         "c": Join(round=4, attempt=1, tokens=7, units={UNIT: HeadInfo.of(good), "expert-99": none}),
     }
-    roster = make_roster("a", Gathering(4, 1, 0.0, set(), joins), SIZES)
+    roster = make_roster("a", Gathering(4, 1, 0.0, 0.0, set(), joins), SIZES)
     assert roster.units[UNIT] == RosterUnit(head=HeadInfo.of(good), contributors=["a", "c"])
     assert roster.units["shared-0"].contributors == ["a"]
     assert roster.units.keys() == {UNIT, "shared-0"}, "no unit of another run, none that nobody brought"
@@ -145,7 +145,7 @@ def test_an_answer_to_another_attempt_is_not_counted() -> None:
 def test_more_peers_than_a_roster_holds_are_left_for_the_next_round() -> None:
     peer = gather(["a"])
     for index in range(1100):
-        peer.coordinator.joined(f"p{index}", join_of(UNIT))
+        peer.coordinator.joined(0.0, f"p{index}", join_of(UNIT))
     peer.on_time(2.0)
     assert len(peer.rounds[1].roster.tokens) == 1024
 
@@ -367,7 +367,7 @@ def test_what_a_reducer_did_not_ask_for_is_refused_so_that_its_bytes_are_not_kep
 def test_a_contribution_after_the_packet_is_answered_with_the_packet() -> None:
     names = members(we_reduce=True)
     peer = in_round(names)
-    peer.rounds[1].announced(entry_of(peer, "me", "a"))
+    peer.rounds[1].announced(0.0, entry_of(peer, "me", "a"))
     peer.take_effects()
     assert peer.on_contribution(5.0, names[2], 1, UNIT, BLOB[names[2]]) == "the unit's packet is made"
     (sent,) = of_kind(peer.take_effects(), fx.Send)

@@ -47,9 +47,7 @@ def settle(world: World, seconds: float = 60.0) -> None:
 def assert_invariant(world: World) -> None:
     """`theta - agreed` is exactly the work that was done and not accepted, on every peer and trained unit."""
     for node in world.alive:
-        for command in node.trainer.commands:
-            command()
-        node.trainer.commands.clear()
+        node.trainer.obey()
         for unit, theta in node.trainer.theta.items():
             difference = theta.astype(np.float64) - node.workshop.agreed[unit]
             np.testing.assert_allclose(difference, node.trainer.unaccepted[unit], atol=2e-6, err_msg=node.name + unit)
