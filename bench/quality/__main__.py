@@ -28,7 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parse(argv)
     setting = _setting(options)
     results: dict[str, dict[int, Outcome]] = {name: {} for name in options.rows}
-    jobs = [(name, seed) for seed in range(options.seeds) for name in options.rows]
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
+    jobs = [(name, seed) for seed in seeds for name in options.rows]
     try:
         with _pool(options.jobs) as pool:
             waiting = {pool.submit(run, ROWS[name], setting, seed): (name, seed) for name, seed in jobs}
@@ -73,7 +74,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"rows to run (default all): {', '.join(ROWS)}")
     parser.add_argument("--full", action="store_true", help=f"{FULL.steps} steps instead of {REDUCED.steps}; hours")
     parser.add_argument("--steps", type=int, help="steps of each peer")
-    parser.add_argument("--seeds", type=int, default=SEEDS, help=f"runs of each row, seeds 0, 1, … (default {SEEDS})")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help=f"runs of each row (default {SEEDS})")
+    parser.add_argument("--first-seed", type=int, default=0, help="number of the first seed (default 0)")
     parser.add_argument("--text", action="append", choices=DOMAINS, help="text domain; repeatable (default both)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="experiments at once")
     parser.add_argument("--out", type=Path, help="folder for curves.csv and plots")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
 from bench.quality.experiments import Row
 
 MERGING = {"interval": 1, "alpha": 0.2, "top_k": 4}
@@ -12,38 +16,51 @@ REFERENCES = (
     Row("alone", "alone"),
     Row("diloco", "diloco", every=20),
     Row("diloco_5", "diloco", every=5),
+    Row("diloco_2", "diloco", every=2),
     Row("spes_server", "server", every=20),
 )
 """What a swarm is held against; `diloco_5` is the one at the swarm's own frequency."""
 
-DEFAULT = Row("spesd", "swarm", every=5, merge=MERGING)
+DEFAULT = Row("spesd", "swarm", every=5, merge=MERGING, model={"common_expert": True}, sync={"codec": "int8"})
 """The defaults of this project."""
 
+
+def changed(name: str, **changes: Any) -> Row:
+    """The defaults with one thing changed; a mapping adds to the defaults' own."""
+    merged = {
+        field: {**getattr(DEFAULT, field), **value} if isinstance(value, Mapping) and value else value
+        for field, value in changes.items()
+    }
+    return replace(DEFAULT, name=name, **merged)
+
+
+PLAIN: dict[str, Any] = {"merge": {}, "model": {}, "sync": {}}
+"""SPES without merging, common matrices or codec."""
+
 LEVERS = (
-    Row("common", "swarm", every=5, merge=MERGING, model={"common_expert": True}),
-    Row("diloco_5_common", "diloco", every=5, model={"common_expert": True}),
-    Row("plain_5", "swarm", every=5),
-    Row("plain_20", "swarm", every=20),
-    Row("plain_100", "swarm", every=100),
-    Row("merging_20", "swarm", every=20, merge=MERGING),
-    Row("merging_long", "swarm", every=5, merge=MERGING | {"decay_rounds": 10**6}),
-    Row("merging_all", "swarm", every=5, merge=MERGING | {"top_k": 7}),
-    Row("nesterov", "swarm", every=5, outer={"method": "nesterov"}),
-    Row("balance_decay", "swarm", every=5, merge=MERGING, optimizer={"balance_start": 0.7}),
-    Row("expert_rate_2", "swarm", every=5, merge=MERGING, optimizer={"expert_rate": 2.0}),
-    Row("expert_rate_half", "swarm", every=5, merge=MERGING, optimizer={"expert_rate": 0.5}),
-    Row("refresh_4", "swarm", every=5, merge=MERGING, sync={"refresh_every": 4}),
-    Row("two_owners", "swarm", every=5, owned=4, merge=MERGING),
-    Row("fp16", "swarm", every=5, merge=MERGING, sync={"codec": "fp16"}),
-    Row("int8", "swarm", every=5, merge=MERGING, sync={"codec": "int8"}),
-    Row("int4", "swarm", every=5, merge=MERGING, sync={"codec": "int4"}),
-    Row("topk_5", "swarm", every=5, merge=MERGING, sync={"codec": "topk", "top_share": 0.05}),
-    Row("topk_1", "swarm", every=5, merge=MERGING, sync={"codec": "topk", "top_share": 0.01}),
-    Row("delayed", "swarm", every=5, merge=MERGING, delay=(0.5, 1.5)),
-    Row("speeds_1_2_4", "swarm", every=5, merge=MERGING, speeds=(1.0, 2.0, 4.0, 1.0)),
-    Row("churn", "swarm", every=5, merge=MERGING, churn=True),
-    Row("split_domains", "swarm", every=5, merge=MERGING, split_domains=True),
+    changed("plain_2", every=2, **PLAIN),
+    changed("plain_5", **PLAIN),
+    changed("plain_20", every=20, **PLAIN),
+    changed("plain_100", every=100, **PLAIN),
+    changed("merging", model={}, sync={"codec": "fp32"}),
+    changed("common", sync={"codec": "fp32"}),
+    changed("every_2", every=2, merge={"alpha": 0.08}),
+    changed("every_20", every=20),
+    changed("two_owners", owned=4),
+    changed("fp16", sync={"codec": "fp16"}),
+    changed("int4", sync={"codec": "int4"}),
+    changed("topk_5", sync={"codec": "topk", "top_share": 0.05}, merge={"interval": 4}),
+    changed("topk_1", sync={"codec": "topk", "top_share": 0.01}, merge={"interval": 4}),
+    changed("refresh_4", sync={"refresh_every": 4}),
+    changed("delayed", delay=(0.5, 1.5)),
+    changed("speeds_1_2_4", speeds=(1.0, 2.0, 4.0, 1.0)),
+    changed("churn", churn=True),
+    changed("split_domains", split_domains=True),
+    changed("nesterov", merge={"interval": 0}, outer={"method": "nesterov"}),
+    changed("balance_decay", optimizer={"balance_start": 0.7}),
+    changed("expert_rate_2", optimizer={"expert_rate": 2.0}),
+    changed("expert_rate_half", optimizer={"expert_rate": 0.5}),
 )
-"""The defaults with one thing changed."""
+"""The defaults with one thing changed, and plain SPES at several frequencies."""
 
 ROWS = {row.name: row for row in (*REFERENCES, DEFAULT, *LEVERS)}
