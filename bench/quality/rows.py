@@ -21,13 +21,16 @@ REFERENCES = (
 )
 """What a swarm is held against; `diloco_5` is the one at the swarm's own frequency."""
 
+RARER = {"interval": 4, "alpha": 0.5}
+"""About as strong in the long run: for topk, whose merging packets are dense and should be few."""
+
 DEFAULT = Row("spesd", "swarm", every=5, merge=MERGING, model={"common_expert": True}, sync={"codec": "int8"})
 """The defaults of this project."""
 
 
 def changed(name: str, **changes: Any) -> Row:
     """The defaults with one thing changed; a mapping adds to the defaults' own."""
-    merged = {
+    merged: dict[str, Any] = {
         field: {**getattr(DEFAULT, field), **value} if isinstance(value, Mapping) and value else value
         for field, value in changes.items()
     }
@@ -49,8 +52,8 @@ LEVERS = (
     changed("two_owners", owned=4),
     changed("fp16", sync={"codec": "fp16"}),
     changed("int4", sync={"codec": "int4"}),
-    changed("topk_5", sync={"codec": "topk", "top_share": 0.05}, merge={"interval": 4}),
-    changed("topk_1", sync={"codec": "topk", "top_share": 0.01}, merge={"interval": 4}),
+    changed("topk_5", sync={"codec": "topk", "top_share": 0.05}, merge=RARER),
+    changed("topk_1", sync={"codec": "topk", "top_share": 0.01}, merge=RARER),
     changed("refresh_4", sync={"refresh_every": 4}),
     changed("delayed", delay=(0.5, 1.5)),
     changed("speeds_1_2_4", speeds=(1.0, 2.0, 4.0, 1.0)),
