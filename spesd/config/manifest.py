@@ -164,11 +164,15 @@ class OuterConfig(Section):
 class OwnershipConfig(Section):
     """Who trains what. A peer trains as many experts as it has room for, first those with the fewest owners."""
 
-    redundancy: int = Field(default=1, ge=1, description="owners wanted for each expert; status warns of fewer")
+    redundancy: int = Field(
+        default=1,
+        ge=1,
+        description="owners wanted for each expert, which needs budgets that allow it; status names lacks",
+    )
     grace_seconds: float = Field(
         default=30.0,
         gt=0,
-        description="a peer takes over an expert that lacks owners for so long, for one that has more",
+        description="after so long, an expert with two owners fewer than another gets one of them",
     )
     record_seconds: float = Field(default=30.0, gt=0, description="life of a record in the DHT")
 

@@ -1,13 +1,17 @@
 """Ownership: which experts a peer trains, decided by each peer for itself from the claims that it sees.
 
 A peer with room claims the experts with the fewest live owners. A peer without room moves over when an expert has at
-least two owners fewer than one of its own for longer than the grace time, so that claims made at the same moment
-spread out, and an orphan is adopted.
+least two owners fewer than another for longer than the grace time, so that claims made at the same moment spread out,
+and an orphan is adopted. Even numbers of owners are also what brings every expert to the wanted redundancy, as soon as
+the budgets of all peers add up to it.
+
+A move costs Adam's moments, so one is enough: from the same claims everybody works out the same plan of who moves
+where, and does its own part of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Collection, Iterator, Mapping, Set
 
 from spesd.sync.ledger import PeerId, UnitId
 from spesd.sync.rendezvous import rank
@@ -36,10 +40,12 @@ class Ownership:
             expert = max(sorted(owned), key=lambda e: counts[e])
             owned.remove(expert)
             counts[expert] -= 1
-        move = self._move(now, owned, others, counts)
-        if move is not None:
-            owned.remove(move[0])
-            owned.add(move[1])
+        owners = {e: {*peers, self._me} if e in owned else set(peers) for e, peers in others.items()}
+        for mover, old, new in self._plan(self._due(now, counts), owners):
+            self._needy_since[new] = now  # time for the mover to say that it has moved
+            if mover == self._me:
+                owned.remove(old)
+                owned.add(new)
         return frozenset(owned)
 
     def short(self, owners: Mapping[UnitId, Collection[PeerId]]) -> list[UnitId]:
@@ -51,26 +57,28 @@ class Ownership:
         fewest = min(counts[expert] for expert in free)
         return rank(f"{self._run}|claim|{self._me}", [e for e in free if counts[e] == fewest])[0]
 
-    def _move(
-        self,
-        now: float,
-        owned: Set[UnitId],
-        others: Mapping[UnitId, Set[PeerId]],
-        counts: Mapping[UnitId, int],
-    ) -> tuple[UnitId, UnitId] | None:
-        """One expert to give up for one that needs an owner more, if it has needed one for the grace time."""
-        most = max((counts[expert] for expert in owned), default=0)
-        needy = {e for e in counts if e not in owned and counts[e] + 2 <= most}
-        self._needy_since = {e: self._needy_since.get(e, now) for e in needy}
-        due = [e for e in needy if now - self._needy_since[e] >= self._grace]
-        if not due:
-            return None
-        target = min(sorted(due), key=lambda e: counts[e])
-        crowded = [e for e in sorted(owned) if counts[e] >= counts[target] + 2]
-        for expert in sorted(crowded, key=lambda e: -counts[e]):
-            # of all owners of a crowded expert that can move one is to, and everybody agrees which
-            able = [*(others[expert] - others[target]), self._me]
-            if rank(f"{self._run}|move|{expert}|{target}", able)[0] == self._me:
-                self._needy_since.pop(target)
-                return expert, target
-        return None
+    def _due(self, now: float, counts: Mapping[UnitId, int]) -> list[UnitId]:
+        """Experts that have had too few owners for the grace time, those with the fewest first."""
+        most = max(counts.values(), default=0)
+        needy = [expert for expert in counts if counts[expert] + 2 <= most]
+        self._needy_since = {expert: self._needy_since.get(expert, now) for expert in needy}
+        due = [expert for expert in needy if now - self._needy_since[expert] >= self._grace]
+        return sorted(due, key=lambda expert: (counts[expert], expert))
+
+    def _plan(self, due: list[UnitId], owners: dict[UnitId, set[PeerId]]) -> Iterator[tuple[PeerId, UnitId, UnitId]]:
+        """For each expert that is due at most one (mover, expert given up, expert taken over); no peer moves twice.
+
+        `owners` are changed as if the moves had been made.
+        """
+        moved: set[PeerId] = set()
+        for needy in due:
+            crowded = [expert for expert in owners if len(owners[expert]) >= len(owners[needy]) + 2]
+            for expert in sorted(crowded, key=lambda expert: (-len(owners[expert]), expert)):
+                able = owners[expert] - owners[needy] - moved
+                if able:
+                    mover = rank(f"{self._run}|move|{expert}|{needy}", able)[0]
+                    moved.add(mover)
+                    owners[expert].remove(mover)
+                    owners[needy].add(mover)
+                    yield mover, expert, needy
+                    break
