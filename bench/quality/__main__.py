@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ExpectedError as error:
         talk(f"error: {error}")
         return 1
-    print(json.dumps({name: row._asdict() for name, row in figures.items()}))
+    print(json.dumps({name: row.public() for name, row in figures.items()}))
     return 0
 
 

@@ -25,7 +25,7 @@ from spesd.sync.toys import Move
 
 PEERS = 4
 MODEL = {"layers": 3, "width": 96, "heads": 4, "expert_width": 96, "experts": 8, "top_k": 2, "vocabulary": 256}
-CURVE_POINTS = 6
+CURVE_POINTS = 12
 WARMUP_STEPS = 20
 FP32 = 4
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import NamedTuple
 
+import numpy as np
 from rich.table import Table
 
 from bench.quality.experiments import Outcome, Setting
@@ -18,31 +19,50 @@ Results = Mapping[str, Mapping[int, Outcome]]
 
 
 class Figures(NamedTuple):
-    """One row over all seeds. Bytes are sent per peer, memory is static bytes of one trainer."""
+    """One row over all seeds. Bytes are sent per peer, memory is static bytes of one trainer.
+
+    `curve` is the mean learning curve as (bytes, loss), float64 [points] each.
+    """
 
     loss: float
     spread: float
     bytes: float
     memory: int
     seeds: int
+    curve: tuple[np.ndarray, np.ndarray]
+
+    def at(self, sent: float) -> float:
+        """Loss once so many bytes were sent, between the points of the curve; of a row that sends none, the last."""
+        return float(np.interp(sent, *self.curve)) if self.bytes else self.loss
+
+    def public(self) -> dict[str, float]:
+        """What the JSON object has."""
+        return {name: value for name, value in self._asdict().items() if name != "curve"}
 
 
 def summarise(outcomes: Sequence[Outcome]) -> Figures:
     """Mean and spread (standard deviation) of the last held-out loss."""
     losses = [outcome.curve[-1].loss for outcome in outcomes]
-    sent = mean(outcome.curve[-1].bytes for outcome in outcomes)
-    return Figures(mean(losses), stdev(losses) if len(losses) > 1 else 0.0, sent, outcomes[0].memory, len(losses))
+    points = min(len(outcome.curve) for outcome in outcomes)
+    sent, loss = (
+        np.mean([[getattr(point, name) for point in outcome.curve[-points:]] for outcome in outcomes], axis=0)
+        for name in ("bytes", "loss")
+    )
+    spread = stdev(losses) if len(losses) > 1 else 0.0
+    return Figures(mean(losses), spread, float(sent[-1]), outcomes[0].memory, len(losses), (sent, loss))
 
 
 def table(figures: Mapping[str, Figures], setting: Setting) -> Table:
-    """The table for people, best row first."""
+    """The table for people, best row first. Equal bytes are what the most frugal row sends in all."""
+    equal = min((row.bytes for row in figures.values() if row.bytes), default=0.0)
     title = f"held-out loss after {setting.steps} steps of each of four peers, text {' and '.join(setting.domains)}"
     result = Table(title=title)
-    for column in ("row", "loss", "spread", "seeds", "sent per peer", "static memory"):
+    for column in ("row", "loss", "spread", "seeds", "sent per peer", f"loss at {amount(equal)}", "static memory"):
         result.add_column(column, justify="left" if column == "row" else "right")
     for name, row in sorted(figures.items(), key=lambda item: item[1].loss):
         sent = amount(row.bytes) if row.bytes else "–"
-        result.add_row(name, number(row.loss), number(row.spread), str(row.seeds), sent, amount(row.memory))
+        then = number(row.at(equal)) if row.bytes else "–"
+        result.add_row(name, number(row.loss), number(row.spread), str(row.seeds), sent, then, amount(row.memory))
     return result
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 
+import numpy as np
 import pytest
 
 from bench.quality import experiments
@@ -19,8 +20,6 @@ from spesd.data.prepare import stdlib_documents
 @pytest.fixture(autouse=True)
 def little_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few files instead of the whole standard library."""
-    import numpy as np
-
     data = b"".join(path.read_bytes() for path in stdlib_documents()[:8])
     tokens = np.frombuffer(data, np.uint8).astype(np.uint16)
     monkeypatch.setattr(experiments, "load_text", lambda name: Text(tokens[:-20_000], tokens[-20_000:]))
@@ -57,6 +56,8 @@ def test_figures_and_curves(tmp_path) -> None:
     figures = summarise(outcomes)
     assert (figures.loss, figures.bytes, figures.memory, figures.seeds) == (pytest.approx(2.1), 10.0, 7, 2)
     assert figures.spread == pytest.approx(0.1414, abs=1e-3)
+    assert [figures.at(sent) for sent in (5.0, 7.5, 10.0, 99.0)] == pytest.approx([3.0, 2.55, 2.1, 2.1])
+    assert figures.public().keys() == {"loss", "spread", "bytes", "memory", "seeds"}
     write_curves(tmp_path / "curves.csv", {"row": dict(enumerate(outcomes))})
     with (tmp_path / "curves.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -77,7 +78,7 @@ def test_plots_are_drawn_from_the_curves(tmp_path) -> None:
 
 def test_remarks_say_what_the_default_gains() -> None:
     losses = {"alone": 2.0, "plain_5": 1.8, "diloco_5": 1.6, "spesd": 1.7}
-    figures = {name: Figures(loss, 0.0, 0.0, 0, 1) for name, loss in losses.items()}
+    figures = {name: Figures(loss, 0.0, 0.0, 0, 1, (np.zeros(1), np.zeros(1))) for name, loss in losses.items()}
     below, closed = remarks(figures)
     assert "15.0% below alone" in below
     assert "50% of the gap" in closed
