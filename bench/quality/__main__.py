@@ -15,7 +15,7 @@ from pathlib import Path
 from bench.quality.experiments import FULL, REDUCED, Outcome, Setting, run
 from bench.quality.plots import draw, read_curves
 from bench.quality.report import remarks, summarise, table, write_curves
-from bench.quality.rows import ROWS
+from bench.quality.rows import LEFT_TO_FULL, ROWS
 from bench.quality.text import DOMAINS
 from spesd.cli.console import console, talk
 from spesd.config.errors import ExpectedError
@@ -71,7 +71,12 @@ def _setting(options: argparse.Namespace) -> Setting:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.quality", description=__doc__)
-    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"rows to run (default all): {', '.join(ROWS)}")
+    parser.add_argument(
+        "rows",
+        nargs="*",
+        metavar="ROW",
+        help=f"rows to run (default: with --full all, else the main ones): {', '.join(ROWS)}",
+    )
     parser.add_argument("--full", action="store_true", help=f"{FULL.steps} steps instead of {REDUCED.steps}; hours")
     parser.add_argument("--steps", type=int, help="steps of each peer")
     parser.add_argument("--seeds", type=int, default=SEEDS, help=f"runs of each row (default {SEEDS})")
@@ -80,7 +85,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="experiments at once")
     parser.add_argument("--out", type=Path, help="folder for curves.csv and plots")
     options = parser.parse_args(argv)
-    options.rows = options.rows or list(ROWS)
+    options.rows = options.rows or [name for name in ROWS if options.full or name not in LEFT_TO_FULL]
     if unknown := [name for name in options.rows if name not in ROWS]:
         parser.error(f"unknown row {unknown[0]!r}; known are {', '.join(ROWS)}")
     for name in ("steps", "seeds", "jobs"):

@@ -66,4 +66,10 @@ LEVERS = (
 )
 """The defaults with one thing changed, and plain SPES at several frequencies."""
 
+LEFT_TO_FULL = {
+    *("diloco_2", "plain_2", "every_2", "every_20", "common", "fp16", "topk_1", "refresh_4"),
+    *("nesterov", "balance_decay", "expert_rate_2", "expert_rate_half"),
+}
+"""Rows that the reduced setting leaves out."""
+
 ROWS = {row.name: row for row in (*REFERENCES, DEFAULT, *LEVERS)}
