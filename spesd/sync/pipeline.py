@@ -70,13 +70,13 @@ class Pipeline:
         if ok:
             self._apply(unit)
         else:
-            del self._ways[unit]
+            self._drop(unit)
 
     def committed(self, effect: Commit, ok: bool) -> bool:
         """The present step, an entry, is applied, or was refused. Returns `ok`."""
         entry = effect.entry
         if not ok:
-            self._ways.pop(entry.unit, None)
+            self._drop(entry.unit)
             return False
         chain = self._context.ledger[entry.unit]
         chain.append(entry)
@@ -89,7 +89,7 @@ class Pipeline:
     def adopted(self, effect: Adopt, ok: bool) -> bool:
         """The present step, a full state, is applied, or was refused. Returns `ok`."""
         if not ok:
-            self._ways.pop(effect.unit, None)
+            self._drop(effect.unit)
             return False
         self.discard(self._context.ledger[effect.unit].reset(effect.head))
         self.discard(self._work.adopted(effect.unit, effect.head.version, effect.accepted, effect.returned))
@@ -102,6 +102,13 @@ class Pipeline:
         dropped -= self._work.blobs() | self._context.ledger.blobs() if dropped else set()
         if dropped:
             self._context.emit(Discard(tuple(sorted(dropped))))
+
+    def _drop(self, unit: UnitId) -> None:
+        """Give up the way of `unit`, and what was fetched for its present step."""
+        way = self._ways.pop(unit, None)
+        if way is not None and way.steps:
+            step = way.steps[0]
+            self.discard([step.packet if isinstance(step, Entry) else step.head.hash])
 
     def _next(self, unit: UnitId) -> None:
         way = self._ways.get(unit)
@@ -127,7 +134,7 @@ class Pipeline:
         context, step = self._context, self._ways[unit].steps[0]
         if isinstance(step, Entry):
             if not step.follows(context.ledger[unit].head):
-                del self._ways[unit]
+                self._drop(unit)
                 return
             # what the next refresh starts from must be there in full
             due = context.ledger[unit].since_anchor + 1 >= context.settings.anchor_rounds

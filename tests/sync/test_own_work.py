@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from sync_harness import digest, head, make_peer, of_kind
+from sync_harness import digest, entry, genesis, head, make_peer, of_kind
 from test_rounds import BLOB, UNIT, entry_of, in_round, joined, make, members, signed
 
 from spesd.sync import effects as fx
@@ -62,6 +62,16 @@ def test_work_whose_parameters_are_gone_is_neither_offered_nor_subtracted(how: s
     assert not of_kind(effects, fx.SendContribution)
     assert fx.Discard((BLOB["me"],)) in effects
     assert peer.work.blobs() == set()
+
+
+def test_a_packet_that_is_refused_does_not_stay_on_disk() -> None:
+    peer = make_peer("me", ["a"])
+    bad = entry(genesis(UNIT), "a")
+    peer.on_message(0.0, "a", Announce(entries=[EntryInfo.of(bad)]))
+    peer.on_fetched(0.1, UNIT, True)
+    commit = of_kind(peer.take_effects(), fx.Commit)[0]
+    peer.on_committed(0.2, commit, False)
+    assert fx.Discard((bad.packet,)) in peer.take_effects()
 
 
 @pytest.mark.parametrize("how", ["trainer", "expert"])
