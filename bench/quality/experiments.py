@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-from bench.quality.learner import Evaluator, Learner
+from bench.quality.learner import Evaluator, Learner, Moments
 from bench.quality.text import Text, load_text
 from spesd.config.manifest import DataConfig, Draft, MergeConfig, ModelConfig, OptimizerConfig, OuterConfig, SyncConfig
 from spesd.daemon.budget import FROZEN_BYTES, TRAINED_BYTES
@@ -131,6 +131,7 @@ class Experiment:
         self.names = [f"peer{index}" for index in range(PEERS)]
         self.experts = [unit.id for unit in self.layout.units if unit.kind == "expert"]
         self.run_name = f"quality-{seed}"
+        self.checkpoints: dict[str, Moments] = {}
         self.tokens_per_step = self.draft.optimizer.sequences * self.draft.data.sequence_length
 
     def owned(self, peer: int) -> frozenset[UnitId]:
@@ -217,10 +218,13 @@ class ModelTrainer:
 
     def own(self, agreed: Mapping[UnitId, Values], trained: Set[UnitId]) -> None:
         experts = [unit for unit in trained if unit in self._experiment.experts]
+        fresh = self._learner is None
         if self._learner is None:
             values = np.concatenate([agreed[unit] for unit in self._experiment.layout.offsets])
             self._learner = self._experiment.learner([self._peer], values)
         self._learner.own(experts)
+        if fresh:
+            self._learner.restore(self._experiment.checkpoints.get(self._node.name, {}))
         for unit in set(self._experiment.experts) - set(experts):
             self._learner.weights.values(unit).copy_(torch.from_numpy(agreed[unit]))
 
@@ -259,7 +263,9 @@ class ModelTrainer:
         self._commands.append(apply)
 
     def round_ended(self, report: RoundEnded) -> None:
-        pass
+        """As the daemon does, keep the moments now and then: a killed peer comes back with them."""
+        if self._learner is not None and report.round % self._experiment.draft.sync.anchor_rounds == 0:
+            self._experiment.checkpoints[self._node.name] = self._learner.moments()
 
 
 def swarm(experiment: Experiment) -> list[Point]:
@@ -282,11 +288,10 @@ def swarm(experiment: Experiment) -> list[Point]:
     total = PEERS * steps * experiment.tokens_per_step
     point = total / CURVE_POINTS
     curve: list[Point] = []
-    gone: str | None = None
     while world.tokens < total:
         world.run(1.0)
-        if row.churn and int(world.now) % CHURN_SECONDS == 0:
-            gone = _churn(world, experiment.names, gone)
+        if row.churn:
+            _churn(world)
         if world.tokens >= min(total, point * (len(curve) + 1)):
             node = world.alive[0]
             values = np.concatenate([node.workshop.agreed[unit] for unit in layout.offsets])
@@ -296,13 +301,16 @@ def swarm(experiment: Experiment) -> list[Point]:
     return curve
 
 
-CHURN_SECONDS = 20
-"""With churn one peer goes every so many steps, and the one before comes back."""
+CHURN_SECONDS, AWAY_SECONDS = 60, 15
+"""With churn one peer is killed every so many steps, and comes back after that many."""
 
 
-def _churn(world: World, names: list[str], gone: str | None) -> str:
-    if gone is not None:
-        world.restart(gone)
-    victim = world.random.choice([node.name for node in world.alive if node.name != gone])
-    world.kill(victim)
-    return victim
+def _churn(world: World) -> None:
+    """Call once a second."""
+    second = round(world.now) % CHURN_SECONDS
+    if second == 0:
+        world.kill(world.random.choice([node.name for node in world.alive]))
+    elif second == AWAY_SECONDS:
+        for node in list(world.nodes.values()):
+            if not node.alive:
+                world.restart(node.name)

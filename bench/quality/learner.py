@@ -15,6 +15,8 @@ from spesd.model.transformer import Transformer
 from spesd.model.units import UnitLayout
 from spesd.train.optim import UnitAdamW, balance_factor, clip_gradient, learning_rate
 
+Moments = Mapping[str, Mapping[str, torch.Tensor]]
+
 BATCH = 16
 """Sequences that are evaluated at once."""
 
@@ -60,6 +62,21 @@ class Learner:
         self.weights = self.weights.with_owned(experts)
         self.model.bind(self.weights)
         self.optimizer.rebind(self.weights)
+
+    def moments(self) -> Moments:
+        """Copy of the optimizer's moments of every trained unit, as a checkpoint keeps them."""
+        return {
+            unit.id: {name: value.clone() for name, value in self.optimizer.state(unit.id).items()}
+            for unit in self.weights.trained
+        }
+
+    def restore(self, moments: Moments) -> None:
+        """Take the moments of those units that are still trained here."""
+        for unit, kept in moments.items():
+            if self.weights.is_trained(unit):
+                for name, value in self.optimizer.state(unit).items():
+                    value.copy_(kept[name])
+                self.optimizer.resume(unit, float(kept["step"]))
 
     def step(self) -> None:
         """One optimizer step at the learning rate of the present round."""

@@ -46,6 +46,22 @@ def test_every_kind_of_row_learns(row: Row) -> None:
     assert outcome.memory == (13_229_568 if trains_all else 7_257_600)
 
 
+def test_a_killed_peer_comes_back_with_its_moments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experiments, "CHURN_SECONDS", 8)
+    monkeypatch.setattr(experiments, "AWAY_SECONDS", 3)
+    restored: list[int] = []
+    restore = experiments.Learner.restore
+    monkeypatch.setattr(
+        experiments.Learner, "restore", lambda self, moments: (restored.append(len(moments)), restore(self, moments))
+    )
+    row = Row("churn", "swarm", every=2, churn=True, sync={"anchor_rounds": 1})
+    outcome = run(row, Setting(16, ("stdlib",), sequences=2), seed=0)
+    assert outcome.curve[-1].loss < 6
+    assert restored[: experiments.PEERS] == [0] * experiments.PEERS, "nothing to restore at the beginning"
+    assert restored[experiments.PEERS :], "nobody came back"
+    assert all(restored[experiments.PEERS :])
+
+
 def test_a_swarm_repeats_from_its_seed() -> None:
     row = Row("swarm", "swarm", every=4)
     assert run(row, Setting(8, ("stdlib",)), 3) == run(row, Setting(8, ("stdlib",)), 3)
