@@ -13,7 +13,7 @@ from spesd.data.sampler import Sampler, held_out_blocks
 from spesd.model.flat import FlatWeights
 from spesd.model.transformer import Transformer
 from spesd.model.units import UnitLayout
-from spesd.train.optim import UnitAdamW, balance_factor, clip_gradient, learning_rate
+from spesd.train.optim import UnitAdamW, balance_factor, clip_gradient
 
 Moments = Mapping[str, Mapping[str, torch.Tensor]]
 
@@ -89,7 +89,7 @@ class Learner:
             torch.autograd.backward(loss)
             self.tokens += blocks[:, 1:].numel()
         clip_gradient(self.weights.grad, config.clip_norm)
-        self.optimizer.step(learning_rate(config, self.round))
+        self.optimizer.step(self.round)
 
 
 class Evaluator:

@@ -26,7 +26,7 @@ from spesd.train.exchange import UnitFile
 from spesd.train.failure import TrainerError
 from spesd.train.link import Command, Event, FailureReason
 from spesd.train.meters import Meters
-from spesd.train.optim import UnitAdamW, balance_factor, clip_gradient, learning_rate
+from spesd.train.optim import UnitAdamW, balance_factor, clip_gradient
 
 MAX_SKIPPED_IN_A_ROW = 20
 """Steps without a finite gradient after which the weights are taken to be lost."""
@@ -94,7 +94,7 @@ class Trainer:
 
         finite = math.isfinite(clip_gradient(self.weights.grad, config.clip_norm))
         if finite:
-            self.optimizer.step(learning_rate(config, self.round))
+            self.optimizer.step(self.round)
         tokens = config.accumulate * config.sequences * self.manifest.data.sequence_length
         self.meters.count_step(tokens, loss.item() if finite else None)
         self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1

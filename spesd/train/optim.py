@@ -13,12 +13,15 @@ from spesd.model.flat import FlatWeights
 
 def learning_rate(config: OptimizerConfig, round_number: int) -> float:
     """Linear warm-up over `warmup_rounds`, then a cosine to `final_ratio` at `total_rounds`, then flat."""
-    if round_number < config.warmup_rounds:
-        return config.learning_rate * (round_number + 1) / config.warmup_rounds
     span = max(1, config.total_rounds - config.warmup_rounds)
-    done = min(1.0, (round_number - config.warmup_rounds) / span)
+    done = min(1.0, max(0, round_number - config.warmup_rounds) / span)
     ratio = config.final_ratio + (1 - config.final_ratio) * (1 + cos(pi * done)) / 2
-    return config.learning_rate * ratio
+    return config.learning_rate * ratio * run_warmth(config, round_number)
+
+
+def run_warmth(config: OptimizerConfig, round_number: int) -> float:
+    """How far the run's own warm-up is, up to 1."""
+    return min(1.0, (round_number + 1) / max(1, config.warmup_rounds))
 
 
 def balance_factor(config: OptimizerConfig, round_number: int) -> float:
@@ -74,19 +77,24 @@ class UnitAdamW:
                 "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
             }
 
-    def step(self, rate: float) -> None:
-        """Update all trained units in place from their gradients."""
+    def step(self, round_number: int) -> None:
+        """Update all trained units in place from their gradients, at the learning rate of the round."""
+        rate = learning_rate(self._config, round_number)
         for unit_id, group in zip(self._parameters, self._adamw.param_groups, strict=True):
-            group["lr"] = rate * self.factor(unit_id)
+            group["lr"] = rate * self.factor(unit_id, round_number)
             self._steps[unit_id] += 1
         self._adamw.step()
 
-    def factor(self, unit_id: str) -> float:
-        """Learning rate of a unit over that of shared parameters."""
+    def factor(self, unit_id: str, round_number: int) -> float:
+        """Learning rate of a unit over that of shared parameters.
+
+        While the run itself warms up, an expert is as warm as the less warm of the two: at genesis all moments are
+        fresh, and warming up twice would be too slow.
+        """
         if not unit_id.startswith("expert"):
             return 1.0
-        warm = min(1.0, (self._steps[unit_id] + 1) / max(1, self._config.owner_warmup_steps))
-        return self._config.expert_rate * warm
+        warmth = (self._steps[unit_id] + 1) / max(1, self._config.owner_warmup_steps)
+        return self._config.expert_rate * min(1.0, warmth / run_warmth(self._config, round_number))
 
     def resume(self, unit_id: str, steps: float) -> None:
         """A unit's moments were restored: they are so many steps old."""

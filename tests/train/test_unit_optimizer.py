@@ -13,6 +13,7 @@ from spesd.train.optim import UnitAdamW, balance_factor, clip_gradient, learning
 
 LAYOUT = UnitLayout(ModelConfig(layers=1, width=8, heads=2, expert_width=8, experts=3, top_k=1, vocabulary=8), 2)
 CONFIG = OptimizerConfig(learning_rate=0.1, warmup_rounds=4, total_rounds=14, sequences=1, weight_decay=0.1)
+LAST = CONFIG.total_rounds  # the learning rate is 0.01 from here on
 
 
 def trained(steps=2, owned=("expert-0", "expert-1")):
@@ -22,7 +23,7 @@ def trained(steps=2, owned=("expert-0", "expert-1")):
     optimizer = UnitAdamW(weights, CONFIG)
     for _ in range(steps):
         weights.grad.normal_(generator=generator)
-        optimizer.step(0.01)
+        optimizer.step(LAST)
     return weights, optimizer
 
 
@@ -52,7 +53,7 @@ def test_units_step_as_one_vector_would():
     for _ in range(3):
         weights.grad.normal_()
         whole.grad = weights.grad.clone()
-        optimizer.step(0.01)
+        optimizer.step(LAST)
         adamw.step()
     torch.testing.assert_close(weights.theta, whole.data)
 
@@ -62,7 +63,7 @@ def test_experts_may_have_a_learning_rate_of_their_own():
     before = {unit.id: weights.values(unit.id).clone() for unit in weights.trained}
     optimizer = UnitAdamW(weights, CONFIG.model_copy(update={"expert_rate": 0.5, "weight_decay": 0.0}))
     weights.grad.fill_(1.0)
-    optimizer.step(0.01)
+    optimizer.step(LAST)
     moved = {unit: (old - weights.values(unit)).mean().item() for unit, old in before.items()}
     assert moved == pytest.approx({"shared-0": 0.01, "shared-1": 0.01, "expert-0": 0.005, "expert-1": 0.005}, rel=1e-3)
 
@@ -73,16 +74,27 @@ def test_a_fresh_owner_s_expert_warms_up_and_a_kept_or_restored_one_does_not(tmp
     optimizer = UnitAdamW(weights, config)
     factors = []
     for _ in range(5):
-        factors.append(optimizer.factor("expert-1"))
-        optimizer.step(0.01)
+        factors.append(optimizer.factor("expert-1", LAST))
+        optimizer.step(LAST)
     assert factors == [0.25, 0.5, 0.75, 1.0, 1.0]
-    assert optimizer.factor("shared-0") == 1.0
+    assert optimizer.factor("shared-0", LAST) == 1.0
     optimizer.rebind(weights.with_owned(["expert-1", "expert-2"]))
-    assert (optimizer.factor("expert-1"), optimizer.factor("expert-2")) == (1.0, 0.25)
+    assert [optimizer.factor(unit, LAST) for unit in ("expert-1", "expert-2")] == [1.0, 0.25]
     save_checkpoint(tmp_path / "c", optimizer, weights.with_owned(["expert-1"]).trained, "run", 1, 1)
     fresh = UnitAdamW(weights, config)
     load_checkpoint(tmp_path / "c", fresh, weights.trained, "run")
-    assert (fresh.factor("expert-0"), fresh.factor("expert-1")) == (0.25, 1.0)
+    assert [fresh.factor(unit, LAST) for unit in ("expert-0", "expert-1")] == [0.25, 1.0]
+
+
+def test_a_run_that_warms_up_does_not_warm_its_experts_up_twice():
+    weights, _ = trained(steps=0)
+    optimizer = UnitAdamW(weights, CONFIG.model_copy(update={"owner_warmup_steps": 8}))
+    rates = []
+    for round_number in (0, 0, 1, 1, 2, 2, 3, 3, 4):  # two steps a round, warm after 4 rounds or 8 steps
+        rates.append(learning_rate(CONFIG, round_number) * optimizer.factor("expert-0", round_number))
+        optimizer.step(round_number)
+    assert rates == pytest.approx([0.1 * step / 8 for step in range(1, 9)] + [0.1])
+    assert all(rate <= learning_rate(CONFIG, number // 2) + 1e-9 for number, rate in enumerate(rates))
 
 
 def test_the_weight_of_trained_experts_in_the_balance_rises_over_a_fifth_of_the_run():
