@@ -7,7 +7,6 @@ directly. Every change of an agreed state is verified by hash before it becomes 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -153,12 +152,35 @@ class Workshop:
         return momentum
 
     def _moves(self, effect: Reduce) -> Iterator[Values]:
-        """How far each of the recent packets moved the unit, as far back as they are plain ones and here."""
+        """How far each of the recent packets moved the unit, float32 [size], as far as they are here.
+
+        A refresh holds its own move and all those since its start.
+        """
+        starts = {entry.base for entry in effect.recent}
+        start, since = None, np.zeros(self._sizes[effect.unit], np.float32)
         for entry in effect.recent:
-            if entry.base is None and entry.after.version <= effect.base.version:
-                codec = self._codecs.of_packet(self._is_dense(effect.unit, entry.after.version, None))
-                with suppress(Rejected):
-                    yield self._read(entry.packet, packet.Kind.PACKET, effect.unit, codec)[1]
+            if entry.after.version > effect.base.version:
+                return
+            if entry.before in starts:
+                start, since = entry.before, np.zeros_like(since)
+            codec = self._codecs.of_packet(self._is_dense(effect.unit, entry.after.version, entry.base))
+            try:
+                move = self._read(entry.packet, packet.Kind.PACKET, effect.unit, codec)[1]
+            except Rejected:
+                start = None  # what the next refresh holds beside its own move is not known
+                continue
+            if entry.base is None:
+                since += move
+                yield move
+            elif entry.base == start:
+                yield move - since
+
+    def _followed(self, entry: Entry, new: Values) -> tuple[Head, Values] | None:
+        """The unit's momentum once `entry` leads to `new`; None if it is not known here or rounds were jumped over."""
+        head, momentum = self._momentum.get(entry.unit, (None, None))
+        if momentum is None or not head == entry.before == self._heads.get(entry.unit):
+            return None
+        return entry.after, self._outer.follow(new - self.agreed[entry.unit], momentum)
 
     def _packet(self, effect: Reduce, change: Values, contributors: tuple[Contributor, ...]) -> Entry:
         """Write the packet that adds `change`, or, of a refresh, leads to the same state from further back."""
@@ -205,10 +227,11 @@ class Workshop:
         except aggregate.Refused as error:
             raise Rejected(f"packet {entry.packet[:12]} of {unit}: {error}") from None
         new = self._state(unit, entry.start) + update
-        head, momentum = self._momentum.get(unit, (None, None))
-        if momentum is not None and head == self._heads[unit] and state_hash(new) == entry.after.hash:
-            self._momentum[unit] = entry.after, self._outer.follow(new - self.agreed[unit], momentum)
+        followed = self._followed(entry, new)
         shift = self._replace(unit, entry.after, new, effect.accepted, (), keep=effect.anchor)
+        self._momentum.pop(unit, None)
+        if followed is not None:
+            self._momentum[unit] = followed
         made, lost = self._made.pop(unit, ("", None))
         if lost is not None and made == entry.packet:
             self._lost[unit] = lost

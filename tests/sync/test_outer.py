@@ -78,6 +78,60 @@ def test_a_reducer_that_takes_over_has_the_momentum_from_the_packets(fresh_from:
         head = entry.after
 
 
+class Refreshed:
+    """Six rounds of one unit, whose fourth packet is a refresh from the state after the first."""
+
+    def __init__(self) -> None:
+        self.blobs, zero = MemoryBlobs(), np.zeros(COUNT, np.float32)
+        self.shop = self.workshop()
+        self.heads, self.entries = [Head(0, state_hash(zero), 0)], list[Entry]()
+        self.shop.restore(UNIT, self.heads[0], zero)
+
+    def workshop(self) -> Workshop:
+        return Workshop(RUN, {UNIT: COUNT}, settings(), self.blobs, outer=NESTEROV)
+
+    def reduce(self, shop: Workshop, recent: tuple[Entry, ...]) -> Entry:
+        """The next round's packet, made by `shop`, which is at the newest state."""
+        number, head = len(self.heads), self.heads[-1]
+        blob = self.shop.encode(Encode(number, digest("r"), UNIT, head), self.shop.agreed[UNIT] + changes()[number - 1])
+        assert blob is not None
+        start = self.heads[1] if number == 4 else None
+        entry = shop.reduce(Reduce(number, digest("r"), UNIT, head, (Contributor("me", 1, blob),), start, recent)).entry
+        assert entry is not None
+        assert entry.base == start
+        return entry
+
+    def run(self, rounds: int) -> None:
+        for _ in range(rounds):
+            entry = self.reduce(self.shop, tuple(self.entries))
+            self.shop.commit(Commit(entry, (), anchor=True))
+            self.entries.append(entry)
+            self.heads.append(entry.after)
+
+
+def test_a_restarted_reducer_finds_the_moves_inside_a_refresh() -> None:
+    world = Refreshed()
+    world.run(5)
+    fresh = world.workshop()
+    fresh.restore(UNIT, world.heads[5], world.shop.agreed[UNIT])
+    fresh.commit(Commit(world.reduce(fresh, tuple(world.entries)), (), anchor=False))
+    np.testing.assert_allclose(fresh.agreed[UNIT], torch_states()[5], atol=1e-4)
+
+
+def test_who_jumps_over_rounds_does_not_take_them_for_one() -> None:
+    world = Refreshed()
+    world.run(1)
+    lazy = world.workshop()
+    lazy.restore(UNIT, world.heads[1], world.shop.agreed[UNIT])
+    world.reduce(lazy, tuple(world.entries))  # now it has momentum
+    world.run(3)
+    lazy.commit(Commit(world.entries[3], (), anchor=False))
+    before = lazy.agreed[UNIT].copy()
+    lazy.commit(Commit(world.reduce(lazy, ()), (), anchor=False))
+    without = OuterStep(NESTEROV).move(changes()[4], np.zeros(COUNT, np.float32))
+    np.testing.assert_allclose(lazy.agreed[UNIT] - before, without, atol=1e-5)
+
+
 def test_a_swarm_with_momentum_agrees_through_a_death_and_keeps_all_work() -> None:
     world = World(SIZES, SETTINGS, Conditions(), 3, outer=NESTEROV.model_copy(update={"learning_rate": 0.3}))
     world.found("peer0", 3)
