@@ -68,7 +68,9 @@ class OptimizerConfig(Section):
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
     expert_rate: float = Field(default=1.0, gt=0, le=100, description="learning rate of experts over that of the rest")
-    owner_warmup_steps: int = Field(default=0, ge=0, description="steps in which a fresh owner's expert warms up")
+    owner_warmup_steps: int = Field(
+        default=0, ge=0, description="steps in which a fresh owner's expert warms up; not on top of warmup_rounds"
+    )
     balance_start: float = Field(
         default=1.0,
         ge=0,

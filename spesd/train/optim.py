@@ -27,8 +27,9 @@ def run_warmth(config: OptimizerConfig, round_number: int) -> float:
 def balance_factor(config: OptimizerConfig, round_number: int) -> float:
     """Weight of trained experts' terms in the load-balancing loss: from `balance_start` to 1 over a fifth of the run.
 
-    While it is below 1, the router finds it cheaper to send tokens to the experts that learn from them (the decayed
-    factor of the authors' code, arXiv 2602.11543).
+    While it is below 1, the router finds it cheaper to send tokens to the experts that learn from them. From the
+    authors' code (`spes/decayed_load_balance_loss.py` in github.com/zjr2000/SPES, for arXiv 2602.11543), which weighs
+    the same terms alike, by steps where we count rounds.
     """
     done = min(1.0, 5 * round_number / config.total_rounds)
     return config.balance_start + (1 - config.balance_start) * done

@@ -176,3 +176,28 @@ def test_balance_looks_at_the_whole_step_and_weighs_trained_experts():
         share = counts[: index + 1].sum(0) / counts[: index + 1].sum()
         expected = 4 * (balance.factors * share * logits[index].softmax(-1).mean(0)).sum()
         assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def router_gradient(micro_batches: list[torch.Tensor], balance: Balance | None) -> torch.Tensor:
+    """Gradient of the mean balance loss of the micro-batches by their logits: [tokens of all, experts]."""
+    leaves = [logits.clone().requires_grad_() for logits in micro_batches]
+    losses = [router_losses(x, x.softmax(-1), x.topk(2).indices, balance).balance for x in leaves]
+    torch.stack(losses).mean().backward()
+    return torch.cat([leaf.grad for leaf in leaves])
+
+
+def test_micro_batches_that_route_alike_balance_as_one_big_batch():
+    logits = torch.randn(32, 8, generator=torch.Generator().manual_seed(0))
+    whole = router_gradient([logits.repeat(4, 1)], None)
+    torch.testing.assert_close(router_gradient([logits] * 4, Balance(torch.zeros(8), torch.ones(8))), whole)
+
+
+def test_any_micro_batches_balance_more_like_one_big_batch_than_each_for_itself():
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(64, 8, generator=generator) + torch.linspace(0, 1, 8) for _ in range(8)]
+    whole = router_gradient([torch.cat(parts)], None)
+    together, apart = (
+        (router_gradient(parts, balance) - whole).norm() / whole.norm()
+        for balance in (Balance(torch.zeros(8), torch.ones(8)), None)
+    )
+    assert together < 0.6 * apart
