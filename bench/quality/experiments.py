@@ -295,7 +295,7 @@ def swarm(experiment: Experiment) -> list[Point]:
         if world.tokens >= min(total, point * (len(curve) + 1)):
             node = world.alive[0]
             values = np.concatenate([node.workshop.agreed[unit] for unit in layout.offsets])
-            up = sum(node.up_bytes for node in world.nodes.values()) / PEERS
+            up = sum(line.up_bytes for line in world.network.lines.values()) / PEERS
             done = round(world.tokens / PEERS / experiment.tokens_per_step)
             curve.append(Point(done, world.tokens, up, experiment.evaluator.loss(values)))
     return curve

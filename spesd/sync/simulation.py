@@ -1,7 +1,8 @@
 """A whole swarm in one process: the real protocol over a simulated network, repeatable from a seed.
 
 Time is simulated, so that minutes of a swarm pass in seconds; delays, losses, crashes and joins come from one random
-generator. Used by the tests, and by whoever wants to see what a setting does before trying it on volunteers.
+generator. Bulk takes the time that the lines of both ends need (`network.py`); messages pass beside it. Used by the
+tests, and by whoever wants to see what a setting does before trying it on volunteers.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from spesd.sync import effects as fx
 from spesd.sync.codec import Values
 from spesd.sync.ledger import Chain, Head, PeerId, UnitId
 from spesd.sync.merge import Merging
+from spesd.sync.network import Network
 from spesd.sync.ownership import Ownership
 from spesd.sync.peer import SyncPeer
 from spesd.sync.toys import MemoryBlobs, Move, SimulatedTrainer, ToySigner, ToyTrainer
@@ -29,7 +31,7 @@ RUN = "0" * 64
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """The simulated world. Seconds, and shares of messages."""
+    """The simulated world. Seconds, shares of messages, and bytes per second that a fetch must at least bring."""
 
     delay: tuple[float, float] = (0.01, 0.2)
     loss: float = 0.0
@@ -38,6 +40,7 @@ class Conditions:
     directory_seconds: float = 5.0
     review_seconds: float = 2.0
     grace_seconds: float = 10.0
+    slowest_link: float = 1000.0
 
 
 class Node:
@@ -58,7 +61,6 @@ class Node:
         self.step_seconds = world.random.uniform(*world.conditions.step_seconds)
         self.rounds: list[fx.RoundEnded] = []
         self.strikes: list[fx.Strike] = []
-        self.up_bytes = self.down_bytes = 0
         self._wake: float | None = None
 
     def _rebuild(self, unit: UnitId, chain: Chain) -> None:
@@ -144,11 +146,10 @@ class Node:
         world, peer, shop = self.world, self.peer, self.workshop
         match effect:
             case fx.Send():
-                world.deliver(self, effect.to, lambda node: node.peer.on_message(world.now, self.name, effect.message))
+                receive = lambda node: node.peer.on_message(world.now, self.name, effect.message)  # noqa: E731
+                world.network.deliver(self, effect.to, receive)
             case fx.SendContribution():
-                data = self.blobs.get(effect.blob)
-                self.up_bytes += len(data)
-                world.deliver(self, effect.to, lambda node: node.receive(self.name, effect, data))
+                world.network.push(self, effect, self.blobs.get(effect.blob))
             case fx.TakeSnapshot():
                 self.trainer.take_snapshot(effect.round, lambda: peer.on_snapshot(world.now, effect.round))
             case fx.Encode():
@@ -159,7 +160,7 @@ class Node:
             case fx.Reduce():
                 self.later(lambda: self._reduce(effect))
             case fx.Fetch():
-                world.fetch(self, effect)
+                world.network.fetch(self, effect)
             case fx.Commit():
                 self.later(lambda: self._commit(effect))
             case fx.Adopt():
@@ -174,9 +175,14 @@ class Node:
                 self.trainer.round_ended(effect)
 
     def receive(self, sender: PeerId, effect: fx.SendContribution, data: bytes) -> None:
-        self.down_bytes += len(data)
         blob = self.blobs.put(data)
         self.peer.on_contribution(self.world.now, sender, effect.round, effect.unit, blob)
+
+    def fetched(self, effect: fx.Fetch, ok: bool) -> None:
+        """The blob is here, or nobody had it in time."""
+        if self.alive:
+            self.peer.on_fetched(self.world.now, effect.unit, ok)
+            self.drain()
 
     def _reduce(self, effect: fx.Reduce) -> None:
         result = self.workshop.reduce(effect)
@@ -238,7 +244,7 @@ class World:
         self.now = 0.0
         self.tokens = 0
         self.nodes: dict[PeerId, Node] = {}
-        self.partition: dict[PeerId, int] = {}
+        self.network = Network(self)
         self._trace = blake3()
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._sequence = 0
@@ -296,6 +302,7 @@ class World:
     def kill(self, name: PeerId) -> None:
         """The peer is gone at once, without a word."""
         self.nodes[name].alive = False
+        self.network.lines[name].cut()
         self.note(f"{name} killed")
 
     def restart(self, name: PeerId) -> Node:
@@ -319,47 +326,3 @@ class World:
                 for unit in node.peer.context.owned:
                     rows[unit].add(node.name)
         return rows
-
-    # Network ---------------------------------------------------------------------------------------------------------
-
-    def _delay(self) -> float:
-        return self.random.uniform(*self.conditions.delay)
-
-    def connected(self, a: PeerId, b: PeerId) -> bool:
-        return self.partition.get(a, 0) == self.partition.get(b, 0)
-
-    def deliver(self, sender: Node, to: PeerId, act: Callable[[Node], None]) -> None:
-        """Run `act` at the receiver after a delay; a lost message is silent, a dead receiver is noticed."""
-
-        def arrive() -> None:
-            node = self.nodes.get(to)
-            if node is not None and node.alive and self.connected(sender.name, to):
-                act(node)
-                node.drain()
-            elif sender.alive:
-                sender.peer.on_unreachable(self.now, to)
-                sender.drain()
-
-        if self.random.random() >= self.conditions.loss:
-            self.after(self._delay(), arrive)
-
-    def fetch(self, node: Node, effect: fx.Fetch) -> None:
-        """Copy a blob from the first source that has it."""
-
-        def arrive() -> None:
-            if not node.alive:
-                return
-            found = effect.blob in node.blobs.data
-            for name in effect.sources:
-                source = self.nodes.get(name)
-                if source is not None and source.alive and self.connected(node.name, name) and not found:
-                    data = source.blobs.data.get(effect.blob)
-                    if data is not None and len(data) <= effect.size:
-                        node.blobs.put(data)
-                        source.up_bytes += len(data)
-                        node.down_bytes += len(data)
-                        found = True
-            node.peer.on_fetched(self.now, effect.unit, found)
-            node.drain()
-
-        self.after(self._delay(), arrive)

@@ -19,7 +19,7 @@ def set_speeds(world: World, seconds: dict[str, float]) -> None:
 
 def repeat_and_reorder(world: World) -> None:
     """A third of all messages arrives twice, and a tenth much later than sent."""
-    deliver = world.deliver
+    deliver = world.network.deliver
 
     def twice(sender: Node, to: PeerId, act: Callable[[Node], None]) -> None:
         if world.random.random() < 0.1:
@@ -29,18 +29,18 @@ def repeat_and_reorder(world: World) -> None:
         if world.random.random() < 0.3:
             deliver(sender, to, act)
 
-    world.deliver = twice  # type: ignore[method-assign]
+    world.network.deliver = twice  # type: ignore[method-assign]
 
 
 def lose_fetches(world: World, share: float) -> None:
     """So many fetches find nobody who serves the blob."""
-    fetch = world.fetch
+    fetch = world.network.fetch
 
     def lossy(node: Node, effect: fx.Fetch) -> None:
         lost = world.random.random() < share
         fetch(node, fx.Fetch(effect.unit, effect.blob, effect.size, () if lost else effect.sources, effect.urgent))
 
-    world.fetch = lossy  # type: ignore[method-assign]
+    world.network.fetch = lossy  # type: ignore[method-assign]
 
 
 def assert_healthy(world: World) -> None:

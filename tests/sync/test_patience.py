@@ -58,7 +58,7 @@ def test_steps_between_rounds_follow_the_time_of_their_traffic(traffic: float, m
 
 def slow_down(world: World, name: str, seconds: float, only_bulk: bool = False) -> None:
     """From now on everything that `name` sends, or only its contributions and packets, arrives so much later."""
-    node, deliver, fetch = world.nodes[name], world.deliver, world.fetch
+    node, deliver, fetch = world.nodes[name], world.network.deliver, world.network.fetch
     carry_out = node.carry_out
 
     def deliver_slowly(sender: Node, to: PeerId, act: Callable[[Node], None]) -> None:
@@ -73,11 +73,11 @@ def slow_down(world: World, name: str, seconds: float, only_bulk: bool = False) 
         else:
             carry_out(effect)
 
-    world.fetch = fetch_slowly  # type: ignore[method-assign]
+    world.network.fetch = fetch_slowly  # type: ignore[method-assign]
     if only_bulk:
         node.carry_out = carry_out_slowly  # type: ignore[method-assign]
     else:
-        world.deliver = deliver_slowly  # type: ignore[method-assign]
+        world.network.deliver = deliver_slowly  # type: ignore[method-assign]
 
 
 def starts(world: World, name: str, after: float) -> list[float]:
@@ -127,10 +127,10 @@ def test_a_peer_with_a_slow_link_still_contributes_when_it_can() -> None:
 def test_a_peer_whose_link_recovers_is_waited_for_again() -> None:
     world = make_world(4)
     world.run(60)
-    deliver, fetch = world.deliver, world.fetch
+    deliver, fetch = world.network.deliver, world.network.fetch
     slow_down(world, "peer3", 3.0)
     world.run(40)
-    world.deliver, world.fetch = deliver, fetch  # type: ignore[method-assign]
+    world.network.deliver, world.network.fetch = deliver, fetch  # type: ignore[method-assign]
     at = world.now
     world.run(60)
     recent = [ended for ended in world.nodes["peer0"].rounds if ended.started > at + 25]

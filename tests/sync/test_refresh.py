@@ -63,7 +63,9 @@ def test_fewer_bytes_for_as_many_rounds() -> None:
     for world in worlds:
         world.run(120)
     eager, lazy = (
-        sum(n.down_bytes for n in w.alive) / max(node.peer.context.newest_round for node in w.alive) for w in worlds
+        sum(line.down_bytes for line in w.network.lines.values())
+        / max(node.peer.context.newest_round for node in w.alive)
+        for w in worlds
     )
     assert lazy < 0.75 * eager
 

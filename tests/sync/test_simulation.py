@@ -140,10 +140,10 @@ def test_a_late_joiner_gets_there_and_takes_the_experts_with_the_fewest_owners()
 def test_a_healed_partition_agrees_again_and_loses_no_work(side: int) -> None:
     world = make_world(4, seed=side)
     world.run(40)
-    world.partition = {f"peer{index}": int(index < side) for index in range(4)}
+    world.network.partition = {f"peer{index}": int(index < side) for index in range(4)}
     world.run(40)
     assert not agree(world)
-    world.partition = {}
+    world.network.partition = {}
     world.run(20)
     assert_invariant(world)
     settle(world)
