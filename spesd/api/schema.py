@@ -117,6 +117,7 @@ class TrainerStatus(Answer):
     first_held_out: HeldOut | None = Field(default=None, description="the first evaluation of this daemon")
     snapshot_share: float = Field(default=0.0, description="share of training time spent on snapshots")
     load_share: float = Field(default=0.0, description="share of training time spent on shifts")
+    stalled_seconds: float = Field(default=0.0, description="spent on snapshots and shifts since the trainer started")
     restarts: int = Field(default=0, description="since the daemon started")
 
 

@@ -150,6 +150,7 @@ def trainer_status(trainer: Trainer) -> TrainerStatus:
         first_held_out=_held_out(trainer.first_held_out),
         snapshot_share=last.snapshot_seconds / seconds if last and seconds else 0.0,
         load_share=last.load_seconds / seconds if last and seconds else 0.0,
+        stalled_seconds=last.snapshot_seconds + last.load_seconds if last else 0.0,
         restarts=trainer.restarts,
     )
 

@@ -1,0 +1,56 @@
+"""Access links and what becomes of a packet that crosses two of them. Pure: the clock is handed in."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+
+from pydantic import BaseModel, ConfigDict, Field
+
+QUEUE_SECONDS = 0.1
+"""Longest wait in the queue before a link; what would wait longer is dropped."""
+
+
+class Link(BaseModel):
+    """A node's access to the internet. Loss strikes what the node sends."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    up: float = Field(gt=0, description="Mbit/s")
+    down: float = Field(gt=0, description="Mbit/s")
+    rtt: float = Field(default=50.0, ge=0, description="round trip to a node with the same figure, ms")
+    loss: float = Field(default=0.0, ge=0, lt=1, description="share of packets")
+
+    def faster(self, factor: float) -> Link:
+        """The same link with `factor` times the rates."""
+        return self.model_copy(update={"up": self.up * factor, "down": self.down * factor})
+
+
+class Internet:
+    """Links by node number. Each direction of a link is a queue that drains at its rate; nothing waits between."""
+
+    def __init__(self, links: Mapping[int, Link], seed: int = 0) -> None:
+        self.links = dict(links)
+        self._up_free = dict.fromkeys(links, 0.0)
+        self._down_free = dict.fromkeys(links, 0.0)
+        self._random = random.Random(seed)
+
+    def arrival(self, now: float, source: int, target: int, size: int) -> float | None:
+        """When a packet of `size` bytes that leaves `source` now has reached `target`; None if it is lost on the way.
+
+        Times in seconds. A lost packet has used the uplink, a dropped one has not.
+        """
+        up, down = self.links[source], self.links[target]
+        sent = self._queue(self._up_free, source, now, size, up.up)
+        if sent is None or (up.loss and self._random.random() < up.loss):
+            return None
+        # each direction of each of the two links has a quarter of its round trip
+        return self._queue(self._down_free, target, sent + (up.rtt + down.rtt) / 4000, size, down.down)
+
+    @staticmethod
+    def _queue(free: dict[int, float], node: int, now: float, size: int, rate: float) -> float | None:
+        begins = max(free[node], now)
+        if begins - now > QUEUE_SECONDS:
+            return None
+        free[node] = begins + size * 8e-6 / rate
+        return free[node]

@@ -1,0 +1,73 @@
+"""What the WAN bench measures: sizes, links, how often."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from bench.drafts import demo_draft
+from bench.wan.arithmetic import Sizes
+from bench.wan.links import Link
+from spesd.config.manifest import Draft
+from spesd.model.units import UnitLayout
+
+PEERS = 4
+SERVER_FACTOR = 5.0
+"""How many times as fast as a peer's the central server's link is."""
+
+MODEL = {"layers": 4, "width": 320, "heads": 4, "expert_width": 416, "experts": 8, "top_k": 2}
+"""14.6 million values, shared ones and experts about 1 : 7, as in the 7B of SPES."""
+
+HOME = Link(up=20.0, down=50.0, rtt=50.0, loss=0.001)
+
+PATIENCE_SECONDS = 120.0
+"""Deadlines of the protocol: no round of this bench should meet one."""
+
+
+class Setting(NamedTuple):
+    """One run of the bench. Between two rounds there are `local_seconds` of local steps, whatever the method."""
+
+    model: dict[str, int] = MODEL
+    link: Link = HOME
+    rounds: int = 2
+    local_seconds: float = 20.0
+    refresh_every: int = 1
+    listen: str = "/ip4/{address}/tcp/4001"
+    """Where a daemon listens, given its address."""
+
+    @property
+    def server_link(self) -> Link:
+        return self.link.faster(SERVER_FACTOR)
+
+    @property
+    def layout(self) -> UnitLayout:
+        draft = self.draft("fp32", "")
+        return UnitLayout(draft.model, draft.sync.shared_shards)
+
+    @property
+    def sizes(self) -> Sizes:
+        layout = self.layout
+        return Sizes(PEERS, layout.shared_size, layout.total_size - layout.shared_size)
+
+    def draft(self, codec: str, source: str) -> Draft:
+        """A run of this model over a codec. Steps are short: they stand for long ones, and the processors are few.
+
+        Raises pydantic.ValidationError for a codec that this version does not have.
+        """
+        sync: dict[str, Any] = {
+            "codec": codec,
+            "shared_shards": 2 * PEERS,
+            "local_steps": round(self.local_seconds * STEPS_PER_SECOND),
+            "min_round_seconds": 0.0,
+            "contribute_seconds": PATIENCE_SECONDS,
+            "packet_seconds": PATIENCE_SECONDS,
+            "evaluate_rounds": 1 << 30,
+            "refresh_every": self.refresh_every,
+        }
+        data = {"source": source, "sequence_length": SEQUENCE_LENGTH, "held_out_share": 0.5, "held_out_sequences": 1}
+        return demo_draft(model=self.model, optimizer={"sequences": 1}, data=data, sync=sync)
+
+
+SEQUENCE_LENGTH = 16
+"""Tokens in one step."""
+
+STEPS_PER_SECOND = 1.0
