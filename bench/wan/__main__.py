@@ -12,7 +12,7 @@ from bench.wan.links import Link
 from bench.wan.report import Measurement, figures, misses, table
 from bench.wan.rig import Rig
 from bench.wan.setting import PEERS, Setting
-from spesd.cli.console import amount, console, talk
+from spesd.cli.console import console, talk
 from spesd.cli.fleet import Interrupted, Interruptible
 from spesd.config.errors import ExitCode, ExpectedError
 from spesd.sync.codec import CODECS

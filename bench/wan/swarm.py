@@ -17,7 +17,7 @@ from bench.wan.links import Link
 from bench.wan.report import Measurement, PeerFigures
 from bench.wan.rig import Counters, Rig
 from bench.wan.setting import PEERS, SEQUENCE_LENGTH, STEPS_PER_SECOND, Setting
-from spesd.api.schema import RoundRecord, State, Status, UnitResult
+from spesd.api.schema import Phase, RoundRecord, State, Status, UnitResult
 from spesd.cli.fleet import Fleet, Interruptible
 from spesd.cli.launch import command
 from spesd.data.prepare import prepare
@@ -88,7 +88,7 @@ def _together(statuses: Sequence[Status]) -> bool:
 
 def _measure(fleet: Fleet, rig: Rig, setting: Setting, codec: str) -> Measurement:
     """The next rounds: from the quiet after one to the quiet after the last."""
-    _wait(fleet, QUIET_SECONDS, "no round of all four peers has ended", lambda _: bool(_common_rounds(fleet)))
+    _wait(fleet, QUIET_SECONDS, "no round of all four peers has ended", lambda statuses: _quiet(fleet, statuses))
     first = max(_common_rounds(fleet))
     speeds = [Speed() for _ in fleet.daemons]
     before, devices = _statuses(fleet), _devices(rig)
@@ -120,6 +120,12 @@ def _measure(fleet: Fleet, rig: Rig, setting: Setting, codec: str) -> Measuremen
             )
         )
     return Measurement(volume, volume.seconds(setting.link), window, rounds, peers)
+
+
+def _quiet(fleet: Fleet, statuses: Sequence[Status]) -> bool:
+    """Whether a round of all four peers is the last that has begun, and has ended."""
+    newest = max(_common_rounds(fleet), default=0)
+    return newest > 0 and all((s.round.number, s.round.phase) == (newest, Phase.IDLE) for s in statuses)
 
 
 def _common_rounds(fleet: Fleet) -> set[int]:
