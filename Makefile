@@ -5,7 +5,7 @@ SECONDS_TO_TRAIN ?= 180
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint bench bench-quality venv clean
+.PHONY: demo test lint bench bench-quality bench-wan venv clean
 
 demo: venv  ## a bootstrap peer and three volunteers train one model on this machine
 	@$(BIN)/spesd demo --seconds $(SECONDS_TO_TRAIN)
@@ -23,6 +23,9 @@ bench: venv  ## tables for people, one JSON object as the last line; see bench/R
 
 bench-quality: $(VENV)/.bench-installed  ## what a swarm learns; ARGS="--full" takes hours, see docs/learning.md
 	@$(BIN)/python -m bench.quality $(ARGS)
+
+bench-wan: venv  ## rounds over emulated home links beside a central server; Linux and root, e.g. `sudo make bench-wan`
+	@$(BIN)/python -m bench.wan $(ARGS)
 
 venv: $(VENV)/.installed
 

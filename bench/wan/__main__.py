@@ -11,7 +11,7 @@ from bench.wan import baseline, swarm
 from bench.wan.links import Link
 from bench.wan.report import Measurement, figures, misses, table
 from bench.wan.rig import Rig
-from bench.wan.setting import PEERS, Setting
+from bench.wan.setting import PEERS, TRANSPORTS, Setting
 from spesd.cli.console import console, talk
 from spesd.cli.fleet import Interrupted, Interruptible
 from spesd.config.errors import ExitCode, ExpectedError
@@ -24,7 +24,7 @@ METHODS = (BASELINE, "fp16", "int8", "int4", "topk")
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the table, and close with one JSON object; the exit code is 0 only if all goals are met."""
     options = _parse(argv)
-    setting = Setting(rounds=options.rounds, refresh_every=options.refresh_every, listen=options.listen)
+    setting = Setting(rounds=options.rounds, refresh_every=options.refresh_every, transport=options.transport)
     results: dict[str, Measurement] = {}
     try:
         with Interruptible() as signals, Rig(_links(setting)) as rig:
@@ -57,7 +57,8 @@ def _title(setting: Setting) -> str:
     sizes, link = setting.sizes, setting.link
     return (
         f"{sizes.shared / 1e6:.1f} M values shared, {sizes.experts / 1e6:.1f} M in experts, {sizes.peers} peers at "
-        f"{link.up:g}/{link.down:g} Mbit/s, {link.rtt:g} ms, {link.loss:.1%} loss: per peer and round"
+        f"{link.up:g}/{link.down:g} Mbit/s, {link.rtt:g} ms, {link.loss:.1%} loss, {setting.transport}; "
+        "means per peer and round"
     )
 
 
@@ -67,7 +68,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("methods", nargs="*", metavar="METHOD", help=f"of {', '.join(here)} (default: all)")
     parser.add_argument("--rounds", type=int, default=Setting().rounds, help="rounds measured of each method")
     parser.add_argument("--refresh-every", type=int, default=1, help="rounds in which a foreign expert is fetched once")
-    parser.add_argument("--listen", default=Setting().listen, help="where daemons listen, with {address} in it")
+    parser.add_argument("--transport", choices=TRANSPORTS, default=Setting().transport, help="of spesd (default tcp)")
     options = parser.parse_args(argv)
     options.methods = options.methods or here
     if unknown := [method for method in options.methods if method not in here]:

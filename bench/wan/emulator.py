@@ -2,8 +2,8 @@
 
 `python -m bench.wan.emulator PREFIX LINKS`, where LINKS is a JSON object from node number to link. It makes one
 namespace for each node, PREFIX and the number, with the address 10.77.0.NUMBER on a TUN device, says `ready`, and takes
-lines `NUMBER LINK` that change a link. At the end of its standard input it removes the namespaces and ends. It needs
-Linux, root and iproute2, but neither bridge nor netem.
+lines `NUMBER LINK` that change a link. At the end of its standard input it removes the namespaces, with
+whatever still runs in them, and ends. It needs Linux, root and iproute2, but neither bridge nor netem.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def main(argv: Sequence[str]) -> int:
     """Forward until standard input ends. Prints what went wrong to standard error, and returns 1 then."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the bench decides when its processes are gone and we may end
-    os.setpriority(os.PRIO_PROCESS, 0, PRIORITY)
+    with suppress(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, 0, PRIORITY)
     prefix, links = argv[0], {int(node): Link(**fields) for node, fields in json.loads(argv[1]).items()}
     try:
         with ExitStack() as stack:
@@ -137,6 +138,9 @@ def _namespace(name: str, node: int) -> Iterator[int]:
         finally:
             os.close(device)
     finally:
+        for pid in _ip("netns", "pids", name).split():  # none, unless the bench was killed
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
         _ip("netns", "del", name)
 
 
@@ -174,8 +178,9 @@ def _open_tun(namespace: str) -> int:
     return device
 
 
-def _ip(*arguments: str) -> None:
-    subprocess.run(("ip", *arguments), check=True, capture_output=True, stdin=subprocess.DEVNULL)
+def _ip(*arguments: str) -> bytes:
+    """What iproute2 answers. Raises CalledProcessError."""
+    return subprocess.run(("ip", *arguments), check=True, capture_output=True, stdin=subprocess.DEVNULL).stdout
 
 
 if __name__ == "__main__":

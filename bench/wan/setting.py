@@ -19,6 +19,14 @@ MODEL = {"layers": 4, "width": 320, "heads": 4, "expert_width": 416, "experts": 
 
 HOME = Link(up=20.0, down=50.0, rtt=50.0, loss=0.001)
 
+SEQUENCE_LENGTH, STEPS_PER_SECOND = 16, 1.0
+"""Tokens of one step, and the pace of a trainer: its steps stand for long ones, and the processors here are few."""
+
+TRANSPORTS = {"tcp": "tcp/4001", "quic": "udp/4001/quic-v1"}
+"""How peers are reached, as the end of a multiaddr."""
+
+NEVER = 1 << 30
+
 PATIENCE_SECONDS = 120.0
 """Deadlines of the protocol: no round of this bench should meet one."""
 
@@ -31,12 +39,15 @@ class Setting(NamedTuple):
     rounds: int = 2
     local_seconds: float = 20.0
     refresh_every: int = 1
-    listen: str = "/ip4/{address}/tcp/4001"
-    """Where a daemon listens, given its address."""
+    transport: str = "tcp"
 
     @property
     def server_link(self) -> Link:
         return self.link.faster(SERVER_FACTOR)
+
+    def listen(self, address: str) -> str:
+        """Where a daemon with this IPv4 address listens."""
+        return f"/ip4/{address}/{TRANSPORTS[self.transport]}"
 
     @property
     def layout(self) -> UnitLayout:
@@ -49,25 +60,16 @@ class Setting(NamedTuple):
         return Sizes(PEERS, layout.shared_size, layout.total_size - layout.shared_size)
 
     def draft(self, codec: str, source: str) -> Draft:
-        """A run of this model over a codec. Steps are short: they stand for long ones, and the processors are few.
-
-        Raises pydantic.ValidationError for a codec that this version does not have.
-        """
+        """A run of this model. Raises pydantic.ValidationError for a codec that this version does not have."""
         sync: dict[str, Any] = {
             "codec": codec,
             "shared_shards": 2 * PEERS,
             "local_steps": round(self.local_seconds * STEPS_PER_SECOND),
-            "min_round_seconds": 0.0,
+            "min_round_seconds": 0.0,  # rounds are told apart by local steps, as in the baseline
             "contribute_seconds": PATIENCE_SECONDS,
             "packet_seconds": PATIENCE_SECONDS,
-            "evaluate_rounds": 1 << 30,
+            "evaluate_rounds": NEVER,
             "refresh_every": self.refresh_every,
         }
         data = {"source": source, "sequence_length": SEQUENCE_LENGTH, "held_out_share": 0.5, "held_out_sequences": 1}
         return demo_draft(model=self.model, optimizer={"sequences": 1}, data=data, sync=sync)
-
-
-SEQUENCE_LENGTH = 16
-"""Tokens in one step."""
-
-STEPS_PER_SECOND = 1.0
