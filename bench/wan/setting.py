@@ -22,8 +22,12 @@ HOME = Link(up=20.0, down=50.0, rtt=50.0, loss=0.001)
 SEQUENCE_LENGTH, STEPS_PER_SECOND = 16, 1.0
 """Tokens of one step, and the pace of a trainer: its steps stand for long ones, and the processors here are few."""
 
-TRANSPORTS = {"tcp": "tcp/4001", "quic": "udp/4001/quic-v1"}
-"""How peers are reached, as the end of a multiaddr."""
+TRANSPORTS = {
+    "tcp": ("tcp/4001",),
+    "quic": ("udp/4001/quic-v1",),
+    "both": ("udp/4001/quic-v1", "tcp/4001"),
+}
+"""How peers can be reached, as ends of multiaddrs; of several libp2p takes QUIC where it can."""
 
 NEVER = 1 << 30
 
@@ -45,9 +49,9 @@ class Setting(NamedTuple):
     def server_link(self) -> Link:
         return self.link.faster(SERVER_FACTOR)
 
-    def listen(self, address: str) -> str:
+    def listen(self, address: str) -> tuple[str, ...]:
         """Where a daemon with this IPv4 address listens."""
-        return f"/ip4/{address}/{TRANSPORTS[self.transport]}"
+        return tuple(f"/ip4/{address}/{end}" for end in TRANSPORTS[self.transport])
 
     @property
     def layout(self) -> UnitLayout:

@@ -67,7 +67,7 @@ def _join(fleet: Fleet, rig: Rig, setting: Setting, draft: Path) -> None:
         daemon = fleet.spawn(
             manifest=draft if node == 1 else None,
             join=addresses[:1],
-            listen=(setting.listen(address(node)),),
+            listen=setting.listen(address(node)),
             train_experts=setting.model["experts"] // PEERS,
             threads=1,
             device="cpu",
