@@ -15,7 +15,6 @@ from bench.wan.setting import PEERS, TRANSPORTS, Setting
 from spesd.cli.console import console, talk
 from spesd.cli.fleet import Interrupted, Interruptible
 from spesd.config.errors import ExitCode, ExpectedError
-from spesd.sync.codec import CODECS
 
 BASELINE = "baseline"
 METHODS = (BASELINE, "fp16", "int8", "int4", "topk")
@@ -63,16 +62,15 @@ def _title(setting: Setting) -> str:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    here = [method for method in METHODS if method == BASELINE or method in CODECS]
     parser = argparse.ArgumentParser(prog="python -m bench.wan", description=__doc__)
-    parser.add_argument("methods", nargs="*", metavar="METHOD", help=f"of {', '.join(here)} (default: all)")
+    parser.add_argument("methods", nargs="*", metavar="METHOD", help=f"of {', '.join(METHODS)} (default: all)")
     parser.add_argument("--rounds", type=int, default=Setting().rounds, help="rounds measured of each method")
     parser.add_argument("--refresh-every", type=int, default=1, help="rounds in which a foreign expert is fetched once")
     parser.add_argument("--transport", choices=TRANSPORTS, default=Setting().transport, help="of spesd (default tcp)")
     options = parser.parse_args(argv)
-    options.methods = options.methods or here
-    if unknown := [method for method in options.methods if method not in here]:
-        parser.error(f"unknown method {unknown[0]!r}; this version has {', '.join(here)}")
+    options.methods = options.methods or list(METHODS)
+    if unknown := [method for method in options.methods if method not in METHODS]:
+        parser.error(f"unknown method {unknown[0]!r}; there are {', '.join(METHODS)}")
     return options
 
 

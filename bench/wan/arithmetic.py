@@ -33,14 +33,16 @@ class Volume(NamedTuple):
         return max(8e-6 * self.up / link.up, 8e-6 * self.down / link.down)
 
 
-def swarm_volume(sizes: Sizes, bytes_per_value: float, refresh_every: int = 1) -> Volume:
+def swarm_volume(sizes: Sizes, shared_bytes: float, expert_bytes: float, refresh_every: int = 1) -> Volume:
     """A round of spesd: (1 - 1/P)(2 S + X) b each way, or X / k where experts are refreshed every k rounds.
+
+    b, the bytes for one value, may differ between shared values and experts.
 
     Of the shared values a peer sends all that others reduce and gets all that others reduced; of the experts it sends
     its own to everybody and gets those of all others.
     """
-    values = (1 - 1 / sizes.peers) * (2 * sizes.shared + sizes.experts / refresh_every)
-    return Volume(values * bytes_per_value, values * bytes_per_value)
+    count = (1 - 1 / sizes.peers) * (2 * sizes.shared * shared_bytes + sizes.experts / refresh_every * expert_bytes)
+    return Volume(count, count)
 
 
 def server_volume(sizes: Sizes) -> Volume:

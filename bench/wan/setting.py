@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from bench.drafts import demo_draft
-from bench.wan.arithmetic import Sizes
+from bench.wan.arithmetic import Sizes, Volume, swarm_volume
 from bench.wan.links import Link
 from spesd.config.manifest import Draft
 from spesd.model.units import UnitLayout
+from spesd.sync.codecs import codecs_of
 
 PEERS = 4
 SERVER_FACTOR = 5.0
@@ -63,8 +64,15 @@ class Setting(NamedTuple):
         layout = self.layout
         return Sizes(PEERS, layout.shared_size, layout.total_size - layout.shared_size)
 
+    def swarm_volume(self, codec: str) -> Volume:
+        """What a peer moves in a round with this codec. A refresh may be written with a denser one."""
+        codecs, size = codecs_of(self.draft(codec, "").sync), self.layout.expert_size
+        refresh = codecs.usual if self.refresh_every == 1 else codecs.dense
+        shared_bytes, expert_bytes = codecs.usual.payload_size(size) / size, refresh.payload_size(size) / size
+        return swarm_volume(self.sizes, shared_bytes, expert_bytes, self.refresh_every)
+
     def draft(self, codec: str, source: str) -> Draft:
-        """A run of this model. Raises pydantic.ValidationError for a codec that this version does not have."""
+        """A run of this model: every expert has its own matrices, and nothing is merged, as in the baseline."""
         sync: dict[str, Any] = {
             "codec": codec,
             "shared_shards": 2 * PEERS,
@@ -76,4 +84,5 @@ class Setting(NamedTuple):
             "refresh_every": self.refresh_every,
         }
         data = {"source": source, "sequence_length": SEQUENCE_LENGTH, "held_out_share": 0.5, "held_out_sequences": 1}
-        return demo_draft(model=self.model, optimizer={"sequences": 1}, data=data, sync=sync)
+        model = self.model | {"common_expert": False}
+        return demo_draft(model=model, optimizer={"sequences": 1}, data=data, sync=sync, merge={"interval": 0})

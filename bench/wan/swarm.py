@@ -11,7 +11,6 @@ from pathlib import Path
 from bench.drafts import write_draft
 from bench.report import BenchError
 from bench.trainer import Speed
-from bench.wan.arithmetic import swarm_volume
 from bench.wan.emulator import address
 from bench.wan.links import Link
 from bench.wan.report import Measurement, PeerFigures
@@ -21,7 +20,6 @@ from spesd.api.schema import Phase, RoundRecord, State, Status, UnitResult
 from spesd.cli.fleet import Fleet, Interruptible
 from spesd.cli.launch import command
 from spesd.data.prepare import prepare
-from spesd.sync.packet import codec_of
 
 JOIN_SECONDS, QUIET_SECONDS, ROUND_SECONDS = 120.0, 180.0, 180.0
 POLL_SECONDS = 0.2
@@ -103,9 +101,7 @@ def _measure(fleet: Fleet, rig: Rig, setting: Setting, codec: str) -> Measuremen
     window = time.monotonic() - began
     after, devices_after = _statuses(fleet), _devices(rig)
     rounds = [_shared_seconds(fleet, number) for number in range(first + 1, last + 1)]
-    layout, sizes = setting.layout, setting.sizes
-    bytes_per_value = codec_of(codec).payload_size(layout.expert_size) / layout.expert_size
-    volume = swarm_volume(sizes, bytes_per_value, setting.refresh_every)
+    volume = setting.swarm_volume(codec)
     peers = []
     for number, (old, new) in enumerate(zip(before, after, strict=True)):
         counted = Counters(new.traffic.up_bytes, new.traffic.down_bytes)

@@ -20,7 +20,6 @@ from bench.wan.rig import CannotEmulate, Counters, Rig
 from bench.wan.setting import Setting
 from spesd.cli.console import console
 from spesd.cli.fleet import Interruptible
-from spesd.sync.codec import CODECS
 
 SIZES = Sizes(peers=4, shared=100, experts=700)
 LINK = Link(up=8.0, down=16.0, rtt=50.0)
@@ -54,9 +53,19 @@ def measurement(seconds=2.0, stalled=0.05, pace=1.0, device=1000):
 
 def test_volume_of_a_swarm_counts_every_transfer():
     """Of 100 shared values a peer keeps a quarter to itself, and gives what it reduced to three; its experts too."""
-    assert swarm_volume(SIZES, 2.0) == (2 * (75 + 3 * 25 + 3 * 175), 2 * (75 + 75 + 525))
-    assert swarm_volume(SIZES, 2.0, refresh_every=7) == (2 * (75 + 75 + 75), 2 * (75 + 75 + 75))
-    assert swarm_volume(Sizes(1, 100, 700), 2.0) == (0, 0)
+    assert swarm_volume(SIZES, 2.0, 2.0) == (2 * (75 + 3 * 25 + 3 * 175), 2 * (75 + 75 + 525))
+    assert swarm_volume(SIZES, 2.0, 1.0, refresh_every=7) == (2 * (75 + 75) + 75, 2 * (75 + 75) + 75)
+    assert swarm_volume(Sizes(1, 100, 700), 2.0, 2.0) == (0, 0)
+
+
+def test_volume_follows_the_codec():
+    """A refresh of topk is written densely."""
+    fp16, int8, topk = (TINY.swarm_volume(codec).up for codec in ("fp16", "int8", "topk"))
+    assert 1.9 < fp16 / int8 < 2.0
+    assert topk < fp16 / 8
+    lazy = TINY._replace(refresh_every=4)
+    assert lazy.swarm_volume("int8").up < int8
+    assert lazy.swarm_volume("topk").up > topk
 
 
 def test_server_takes_two_phases():
@@ -134,11 +143,11 @@ def test_last_line_is_json_and_missed_goals_are_an_exit_code(monkeypatch, capsys
         __enter__ = lambda self: self  # noqa: E731
 
     monkeypatch.setattr(wan, "Rig", NoRig)
-    monkeypatch.setattr(baseline, "run", lambda *_: measurement(seconds=20, stalled=9, device=5000))
+    monkeypatch.setattr(baseline, "run", lambda *_: measurement(seconds=40, stalled=9, device=20000))
     monkeypatch.setattr(swarm, "run", lambda *_: measurement())
     assert wan.main([]) == 0
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert list(last) == ["baseline", *(name for name in wan.METHODS if name in CODECS)]
+    assert list(last) == ["baseline", "fp16", "int8", "int4", "topk"]
     assert list(last["fp16"]) == ["bytes_up", "bytes_down", "round_seconds", "stall_share", "limit_ratio"]
     monkeypatch.setattr(swarm, "run", lambda *_: measurement(seconds=4))
     assert wan.main(["fp16"]) == 1
