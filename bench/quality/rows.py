@@ -48,6 +48,7 @@ LEVERS = (
     changed("merging", model={}, sync={"codec": "fp32"}),
     changed("common", sync={"codec": "fp32"}),
     changed("every_2", every=2, merge={"alpha": 0.08}),
+    changed("every_2_topk", every=2, sync={"codec": "topk", "top_share": 0.05}, merge={"interval": 10, "alpha": 0.5}),
     changed("every_20", every=20),
     changed("two_owners", owned=4),
     changed("fp16", sync={"codec": "fp16"}),
@@ -67,7 +68,7 @@ LEVERS = (
 """The defaults with one thing changed, and plain SPES at several frequencies."""
 
 LEFT_TO_FULL = {
-    *("diloco_2", "plain_2", "every_2", "every_20", "common", "fp16", "topk_1", "refresh_4"),
+    *("diloco_2", "plain_2", "every_2", "every_2_topk", "every_20", "common", "fp16", "topk_1", "refresh_4"),
     *("nesterov", "balance_decay", "expert_rate_2", "expert_rate_half"),
 }
 """Rows that the reduced setting leaves out."""
