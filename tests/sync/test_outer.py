@@ -132,14 +132,22 @@ def test_who_jumps_over_rounds_does_not_take_them_for_one() -> None:
     np.testing.assert_allclose(lazy.agreed[UNIT] - before, without, atol=1e-5)
 
 
-def test_a_swarm_with_momentum_agrees_through_a_death_and_keeps_all_work() -> None:
+def owned(world: World) -> dict[str, frozenset[str]]:
+    """The experts of each live peer."""
+    return {node.name: node.peer.context.owned for node in world.alive}
+
+
+def test_a_swarm_with_momentum_agrees_through_a_death_and_new_owners_and_keeps_all_work() -> None:
     world = World(SIZES, SETTINGS, Conditions(), 3, outer=NESTEROV.model_copy(update={"learning_rate": 0.3}))
-    world.found("peer0", 3)
-    for index in range(1, 4):
-        world.join(f"peer{index}", 3)
+    world.found("peer0", 2)
+    for index in range(1, 5):
+        world.join(f"peer{index}", 2)
     world.run(50)
-    world.kill("peer1")
+    before = owned(world)
+    world.kill("peer1")  # the others have room for the eight experts, and none to spare
     world.run(40)
+    taken_over = {unit for name, units in owned(world).items() for unit in units - before[name]}
+    assert taken_over & before["peer1"], "no expert changed hands"
     world.restart("peer1")
     world.run(30)
     assert_invariant(world)
