@@ -22,14 +22,13 @@ class Codec(ABC):
     """One way to write fp32 values [count].
 
     `encode` needs finite values (`aggregate.check` has seen to that) and returns exactly `payload_size(count)` bytes;
-    `decode` accepts exactly that many. A block-quantised codec has `block` values under one scale; others have 0. An
-    `exact` one loses nothing; no decoded value is more than `growth` times what was encoded.
+    `decode` accepts exactly that many. A block-quantised codec has `block` values under one scale; others have 0. No
+    decoded value is more than `growth` times what was encoded.
     """
 
     id: ClassVar[int]
     name: ClassVar[str]
     block: int = 0
-    exact: ClassVar[bool] = False
     growth: ClassVar[float] = 1.0
 
     @abstractmethod
@@ -53,7 +52,6 @@ class Fp32(Codec):
     """The values as they are, little-endian."""
 
     id, name = 1, "fp32"
-    exact = True
 
     def payload_size(self, count: int) -> int:
         return 4 * count

@@ -18,6 +18,7 @@ from spesd.sync import aggregate, packet
 from spesd.sync.codec import Codec, Values
 from spesd.sync.codecs import codecs_of
 from spesd.sync.effects import Adopt, Commit, Encode, Reduce
+from spesd.sync.feedback import Feedback
 from spesd.sync.ledger import Contributor, Entry, Head, PeerId, UnitId
 from spesd.sync.merge import Merging
 from spesd.sync.outer import OuterStep
@@ -47,14 +48,6 @@ class Reduced:
 
     entry: Entry | None
     refused: Mapping[PeerId, str]
-
-
-@dataclass(frozen=True, slots=True)
-class _Lost:
-    """What the codec lost of the packet that this reducer made in round `version`: float32 [size]."""
-
-    version: int
-    values: Values
 
 
 def state_hash(values: Values) -> str:
@@ -88,8 +81,7 @@ class Workshop:
         self._momentum: dict[UnitId, tuple[Head, Values]] = {}
         self.agreed: dict[UnitId, Values] = {}
         self._heads: dict[UnitId, Head] = {}
-        self._lost: dict[UnitId, _Lost] = {}
-        self._made: dict[UnitId, tuple[str, _Lost]] = {}
+        self._feedback = Feedback(settings.stale_rounds)
 
     def head(self, unit: UnitId) -> Head | None:
         """The state that `agreed[unit]` holds."""
@@ -130,14 +122,14 @@ class Workshop:
         return Reduced(entry, refused)
 
     def _change(self, effect: Reduce, accepted: Sequence[tuple[Values, int]]) -> Values:
-        """What is to be added to the agreed state, float32 [size]: outer step, merging move, what was lost before."""
+        """What is to be added to the agreed state, float32 [size]: outer step, merging move, what is owed."""
         change = self._outer.move(aggregate.weighted_mean(accepted), self._momentum_of(effect))
         merge = self._merging.update(effect.unit, effect.round, self.agreed) if self._merging else None
         if merge is not None:
             change += merge
-        lost = self._lost.get(effect.unit)
-        if lost is not None and effect.round - lost.version <= self._settings.stale_rounds:
-            change += lost.values
+        owed = self._feedback.owed(effect.unit, effect.round)
+        if owed is not None:
+            change += owed
         return aggregate.clip(change, PACKET_SLACK * self._settings.max_delta_rms)
 
     def _momentum_of(self, effect: Reduce) -> Values:
@@ -198,8 +190,7 @@ class Workshop:
         data = packet.write(header, codec, payload)
         head = Head(effect.round, header.after, effect.base.weight + sum(c.weight for c in contributors))
         entry = Entry(unit, effect.base, head, self._blobs.put(data), len(data), contributors, refresh)
-        if not codec.exact:
-            self._made[unit] = entry.packet, _Lost(effect.round, target - after)
+        self._feedback.made(unit, effect.round, entry.packet, target - after)
         return entry
 
     def _is_dense(self, unit: UnitId, round_: int, refresh: Head | None) -> bool:
@@ -232,15 +223,13 @@ class Workshop:
         self._momentum.pop(unit, None)
         if followed is not None:
             self._momentum[unit] = followed
-        made, lost = self._made.pop(unit, ("", None))
-        if lost is not None and made == entry.packet:
-            self._lost[unit] = lost
+        self._feedback.committed(unit, entry.after.version, entry.packet)
         return shift
 
     def adopt(self, effect: Adopt) -> Values:
         """Replace the agreed state by a full one. Returns the trainer's shift, float32 [size]. Raises Rejected."""
         new = self._read_state(effect.unit, effect.head)
-        self._lost.pop(effect.unit, None)
+        self._feedback.forget(effect.unit)
         return self._replace(effect.unit, effect.head, new, effect.accepted, effect.returned, keep=False)
 
     def restore(self, unit: UnitId, head: Head, values: Values) -> None:

@@ -12,6 +12,7 @@ from spesd.sync import packet
 from spesd.sync.codec import Values
 from spesd.sync.codecs import codecs_of
 from spesd.sync.effects import Adopt, Commit, Encode, Reduce
+from spesd.sync.feedback import Feedback
 from spesd.sync.ledger import Contributor, Entry, Head
 from spesd.sync.merge import Merging
 from spesd.sync.simulation import RUN, Conditions, World
@@ -25,9 +26,9 @@ LOSSY = ["fp16", "int8", "int4", "topk"]
 class Owners:
     """Owners of one unit on one desk: each keeps its own parameters, the first reduces."""
 
-    def __init__(self, config: SyncConfig, count: int) -> None:
+    def __init__(self, config: SyncConfig, count: int, merging: Merging | None = None) -> None:
         self.blobs = MemoryBlobs()
-        self.shop = Workshop(RUN, {UNIT: COUNT}, config, self.blobs)
+        self.shop = Workshop(RUN, {UNIT: COUNT}, config, self.blobs, merging)
         zero = np.zeros(COUNT, np.float32)
         self.head = Head(0, state_hash(zero), 0)
         self.shop.restore(UNIT, self.head, zero)
@@ -109,6 +110,43 @@ def test_a_packet_that_was_not_committed_leaves_no_account() -> None:
     entry = owners.shop.reduce(Reduce(2, digest("r"), UNIT, owners.head, (Contributor("peer0", 10, blob),))).entry
     assert entry is not None
     assert entry.after.hash == owners.head.hash
+
+
+def test_what_an_exact_packet_has_brought_is_not_brought_again() -> None:
+    """A merging round's dense fp32 packet brings what the sparse one before it lost, and loses nothing itself."""
+    config = settings(codec="topk", dense_codec="fp32", max_delta_rms=10.0)
+    owners = Owners(config, 2, Merging(MergeConfig(interval=2, alpha=0.1), [UNIT], layers=1))
+    noise = np.random.default_rng(4).standard_normal((2, COUNT)).astype(np.float32)
+    owners.round(list(noise))
+    assert np.abs(owners.accepted - owners.shop.agreed[UNIT]).max() > 0.1, "the sparse packet lost something"
+    still = [np.zeros(COUNT, np.float32)] * 2
+    for _ in range(3):
+        owners.round(still)
+        if owners.head.version % 2 == 0:
+            np.testing.assert_allclose(owners.shop.agreed[UNIT], owners.accepted, atol=1e-6)
+
+
+def test_debts_are_bounded_in_time_and_those_of_untaken_packets_do_not_count() -> None:
+    feedback, lost = Feedback(stale_rounds=3), np.ones(4, np.float32)
+    feedback.made("expert-0", 1, "mine", lost)
+    assert feedback.owed("expert-0", 2) is None, "not committed yet"
+    feedback.committed("expert-0", 1, "mine")
+    assert feedback.owed("expert-0", 4) is lost
+    assert feedback.owed("expert-0", 5) is None, "too old for that round"
+    feedback.made("expert-0", 2, "mine", 2 * lost)
+    feedback.committed("expert-0", 2, "another's")
+    assert feedback.owed("expert-0", 3) is lost
+    feedback.committed("expert-0", 4, "another's")
+    assert feedback.owed("expert-0", 3) is None, "dropped, not only passed over"
+    feedback.made("expert-0", 5, "mine", lost)
+    feedback.committed("expert-0", 5, "mine")
+    feedback.made("expert-0", 6, "mine", np.zeros(4, np.float32))
+    feedback.committed("expert-0", 6, "mine")
+    assert feedback.owed("expert-0", 7) is None, "the second packet has brought it"
+    feedback.made("expert-0", 7, "mine", lost)
+    feedback.forget("expert-0")
+    feedback.committed("expert-0", 7, "mine")
+    assert feedback.owed("expert-0", 8) is None
 
 
 # Whole swarms --------------------------------------------------------------------------------------------------------
