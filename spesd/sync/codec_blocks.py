@@ -41,10 +41,18 @@ def scale_bits(rows: Values, levels: int) -> NDArray[np.uint16]:
     return np.where(exact < SMALLEST_SCALE, 0, nearest).astype(np.uint16)
 
 
-def scales_of(bits: NDArray[np.uint16]) -> Values:
-    """The fp32 numbers of which `bits` are the upper halves."""
+def scales_of(bits: NDArray[np.uint16], levels: int) -> Values:
+    """The fp32 numbers of which `bits` are the upper halves.
+
+    Raises ValueError for a scale that no encoder writes: negative, not finite, or with a largest value beyond LARGEST.
+    """
+    # as whole numbers the bits of negative, infinite and NaN scales are larger than those of all others
+    largest = int(scale_bits(np.full((1, 1), LARGEST, np.float32), levels)[0])
+    worst = int(bits.max(initial=0))
+    if worst > largest:
+        raise ValueError(f"scale {worst:#06x} is above {largest:#06x}")
     scales = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return np.where(np.abs(scales) < SMALLEST_SCALE, np.float32(0), scales)
+    return np.where(scales < SMALLEST_SCALE, np.float32(0), scales)
 
 
 def quantise(rows: Values, scales: Values) -> NDArray[np.float32]:
@@ -61,9 +69,26 @@ def rows_of(values: Values, block: int) -> Values:
     return rows
 
 
-class BlockCodec(Codec):
-    """A payload of all scales, little-endian, and then a body. Works in chunks."""
+def largest_places(rows: Values, kept: int) -> NDArray[np.int64]:
+    """Rising places of the `kept` largest values of each row of float32 [blocks, TOP_BLOCK]; of equal ones the first.
 
+    Magnitude and place make one whole number, no two of them equal: which of equal values `np.argpartition` takes
+    differs from one processor to another.
+    """
+    keys = np.abs(rows).view(np.uint32).astype(np.int64) * TOP_BLOCK
+    keys += np.arange(TOP_BLOCK - 1, -1, -1)
+    places = TOP_BLOCK - 1 - np.partition(keys, -kept, axis=1)[:, -kept:] % TOP_BLOCK
+    places.sort(axis=1)
+    return places
+
+
+class BlockCodec(Codec):
+    """A payload of all scales, little-endian, and then a body. Works in chunks.
+
+    Whatever it decodes is finite: a scale that would make it otherwise is refused.
+    """
+
+    levels: ClassVar[int]
     growth = 2.0  # half a level rounds to one
 
     def __init__(self, block: int) -> None:
@@ -83,12 +108,13 @@ class BlockCodec(Codec):
 
     def decode(self, payload: bytes | memoryview, count: int) -> Values:
         self._check_size(payload, count)
-        scales, body = self._halves(np.frombuffer(payload, np.uint8), count)
+        bits, body = self._halves(np.frombuffer(payload, np.uint8), count)
+        scales = scales_of(bits, self.levels)
         values = np.empty(count, np.float32)
         for start in range(0, count, CHUNK):
             target = values[start : start + CHUNK]
             first, blocks = start // self.block, self._blocks(target.size)
-            rows = self._read(scales_of(scales[first : first + blocks]), self._body_of(body, start, blocks))
+            rows = self._read(scales[first : first + blocks], self._body_of(body, start, blocks))
             target[:] = rows.reshape(-1)[: target.size]
         return values
 
@@ -120,14 +146,14 @@ class Int8(BlockCodec):
     """One byte a value: 127 levels on each side. (1 + 2 / block) bytes a value."""
 
     id, name = 3, "int8"
-    levels: ClassVar[int] = 127
+    levels = 127
 
     def _body_size(self, count: int) -> int:
         return count
 
     def _write(self, rows: Values, body: Bytes) -> NDArray[np.uint16]:
         bits = scale_bits(rows, self.levels)
-        levels = quantise(rows, scales_of(bits)).astype(np.int8)
+        levels = quantise(rows, scales_of(bits, self.levels)).astype(np.int8)
         body[:] = levels.view(np.uint8).reshape(-1)[: body.size]
         return bits
 
@@ -141,14 +167,14 @@ class Int4(BlockCodec):
     """Half a byte a value, the even one in the lower half: 7 levels on each side. (0.5 + 2 / block) bytes a value."""
 
     id, name = 4, "int4"
-    levels: ClassVar[int] = 7
+    levels = 7
 
     def _body_size(self, count: int) -> int:
         return (count + 1) // 2
 
     def _write(self, rows: Values, body: Bytes) -> NDArray[np.uint16]:
         bits = scale_bits(rows, self.levels)
-        nibbles = (quantise(rows, scales_of(bits)) + 8).astype(np.uint8).reshape(-1, 2)
+        nibbles = (quantise(rows, scales_of(bits, self.levels)) + 8).astype(np.uint8).reshape(-1, 2)
         body[:] = (nibbles[:, 0] | nibbles[:, 1] << 4)[: body.size]
         return bits
 
@@ -166,7 +192,7 @@ class TopK(BlockCodec):
     """
 
     id, name = 5, "topk"
-    levels: ClassVar[int] = 127
+    levels = 127
 
     def __init__(self, share: float) -> None:
         super().__init__(TOP_BLOCK)
@@ -177,9 +203,8 @@ class TopK(BlockCodec):
 
     def _write(self, rows: Values, body: Bytes) -> NDArray[np.uint16]:
         bits = scale_bits(rows, self.levels)
-        places = np.argpartition(-np.abs(rows), self.kept - 1, axis=1)[:, : self.kept]
-        places.sort(axis=1)
-        levels = quantise(np.take_along_axis(rows, places, axis=1), scales_of(bits)).astype(np.int8)
+        places = largest_places(rows, self.kept)
+        levels = quantise(np.take_along_axis(rows, places, axis=1), scales_of(bits, self.levels)).astype(np.int8)
         pairs = body.reshape(len(rows), 2, self.kept)
         pairs[:, 0], pairs[:, 1] = places, levels.view(np.uint8)
         return bits
@@ -188,7 +213,7 @@ class TopK(BlockCodec):
         pairs = body.reshape(len(scales), 2, self.kept)
         places = pairs[:, 0].astype(np.intp)
         if (np.diff(places, axis=1) <= 0).any():
-            raise ValueError("topk: places of a block do not rise")
+            raise ValueError("places of a block do not rise")
         rows = np.zeros((len(scales), self.block), np.float32)
         np.put_along_axis(rows, places, pairs[:, 1].view(np.int8) * scales[:, None], axis=1)
         return rows

@@ -76,6 +76,14 @@ def test_topk_keeps_the_largest_of_each_block_and_nothing_else(values: Values, c
             assert (left <= max(smallest_kept, 0.51 * level)).all()
 
 
+def test_of_equal_values_topk_keeps_the_first_on_every_processor() -> None:
+    codec, random = TopK(0.05), np.random.default_rng(0)
+    rows = random.integers(-3, 4, (50, TOP_BLOCK)).astype(np.float32)
+    decoded = codec.decode(codec.encode(rows.reshape(-1)), rows.size).reshape(rows.shape)
+    for before, after in zip(rows, decoded, strict=True):
+        assert np.flatnonzero(after).tolist() == sorted(np.argsort(-np.abs(before), kind="stable")[: codec.kept])
+
+
 @pytest.mark.parametrize("codec", ALL, ids=lambda codec: f"{codec.name}/{codec.block}")
 @pytest.mark.parametrize(
     "values",
@@ -140,12 +148,30 @@ def test_any_bytes_of_the_right_size_decode_to_that_many_values_or_are_refused(
 ) -> None:
     payload = random.randbytes(codec.payload_size(count))  # type: ignore[attr-defined]
     try:
-        with np.errstate(all="ignore"):
-            decoded = codec.decode(payload, count)
+        decoded = codec.decode(payload, count)
     except ValueError as error:
-        assert codec.name in str(error)
+        assert "scale" in str(error) or "places" in str(error)
     else:
         assert decoded.shape == (count,)
+        assert np.isfinite(decoded).all() or not codec.block
+
+
+@pytest.mark.parametrize("codec", [Int8(16), Int4(16), TopK(0.01)], ids=lambda codec: codec.name)
+@pytest.mark.parametrize(
+    "scale", [b"\xc0\x7f", b"\x80\x7f", b"\x80\xbf", b"\x7f\x7f"], ids=["nan", "inf", "-1", "huge"]
+)
+def test_a_scale_that_no_encoder_writes_is_refused(codec: BlockCodec, scale: bytes) -> None:
+    rest = b"\x01" * (codec.payload_size(10) - len(scale))
+    with pytest.raises(ValueError, match="scale 0x"):
+        codec.decode(scale + rest, 10)
+
+
+@pytest.mark.parametrize("codec", [Int8(16), Int4(16), TopK(1 / TOP_BLOCK)], ids=lambda codec: codec.name)
+@pytest.mark.parametrize("level", [0, 1, 127, 128, 129, 255])
+def test_the_largest_scale_that_is_accepted_decodes_to_finite_values(codec: BlockCodec, level: int) -> None:
+    payload = codec.encode(np.full(codec.block, -3e38, np.float32))
+    decoded = codec.decode(payload[:2] + bytes([level]) * (len(payload) - 2), codec.block)
+    assert np.isfinite(decoded).all()
 
 
 @pytest.mark.parametrize("places", [[3, 3, 4], [5, 4, 6]], ids=["twice", "falling"])
