@@ -315,7 +315,7 @@ class Conductor:
             seconds = self.peer.context.settings.packet_seconds + effect.size / SLOWEST_LINK
             ok = True
             try:
-                await self._blobs.fetch(effect.blob, effect.sources, timeout=seconds, max_size=effect.size)
+                await self._blobs.fetch(effect.blob, effect.sources, timeout=seconds, size=effect.size)
             except (BlobUnavailable, OSError) as error:
                 log.info("blob not fetched", unit=effect.unit, reason=str(error))
                 ok = False

@@ -42,8 +42,10 @@ class Exchange:
 
     def __init__(self, errors: list[Exception]) -> None:
         self.errors = errors
+        self.sizes: list[int | None] = []
 
-    async def fetch(self, *_: Any, **__: Any) -> None:
+    async def fetch(self, *_: Any, size: int | None = None, **__: Any) -> None:
+        self.sizes.append(size)
         if self.errors:
             raise self.errors.pop()
 
@@ -74,6 +76,19 @@ async def test_fetchers_survive_whatever_a_fetch_raises(tmp_path: Path, monkeypa
             await asyncio.sleep(0)
     await conductor.close()
     assert seen == [False] * count + [True]
+
+
+async def test_no_time_is_spent_on_asking_for_a_size_that_is_known(tmp_path: Path) -> None:
+    conductor = await make(tmp_path, [])
+    seen: list[bool] = []
+    conductor.peer.on_fetched = lambda now, unit, ok: seen.append(ok)  # type: ignore[method-assign]
+    conductor.peer.context.emit(fx.Fetch("expert-0", "0" * 64, 8, ("x",), False))
+    conductor.drain()
+    async with asyncio.timeout(10):
+        while not seen:
+            await asyncio.sleep(0)
+    await conductor.close()
+    assert conductor._blobs.sizes == [8]  # type: ignore[attr-defined]
 
 
 async def test_an_event_that_fails_does_not_stop_the_clock(tmp_path: Path) -> None:
