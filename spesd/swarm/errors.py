@@ -14,6 +14,10 @@ class IdentityError(SwarmError):
     """The identity file cannot be used; the message says what to do."""
 
 
+class NetworkNotStarted(SwarmError):
+    """p2pd did not come up; the message has its own words."""
+
+
 class TransportError(SwarmError):
     """A request to one peer failed. `peer` is its id, or the address that was dialled."""
 

@@ -15,7 +15,7 @@ from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError, P2PHandlerE
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from hivemind.utils.multiaddr import Multiaddr
 
-from spesd.swarm.errors import PeerMisbehaved, PeerRefused, PeerTimeout, PeerUnreachable
+from spesd.swarm.errors import NetworkNotStarted, PeerMisbehaved, PeerRefused, PeerTimeout, PeerUnreachable
 from spesd.swarm.identity import Identity
 from spesd.swarm.p2pd import TransportConfig, launch, retire, with_fixed_ports
 from spesd.swarm.socket_files import remove_stale_sockets
@@ -70,13 +70,17 @@ class Transport:
     async def start(cls, config: TransportConfig, limits: StreamLimits | None = None) -> Transport:
         """Start p2pd and listen, with the key of the identity file, which is made if there is none.
 
-        Raises IdentityError; P2PDaemonError, OSError or TimeoutError when p2pd does not come up.
+        Raises IdentityError; NetworkNotStarted or OSError when p2pd does not come up.
         """
         harden_hivemind()
         identity = Identity.load_or_create(config.identity_path)
         remove_stale_sockets(config.identity_path)
         transport = cls(config, identity, limits or StreamLimits())
-        await transport._launch()
+        try:
+            await transport._launch()
+        except (P2PDaemonError, TimeoutError) as error:
+            listen = " ".join(config.host_maddrs)
+            raise NetworkNotStarted(f"cannot listen on {listen}: {_brief(error)}; see --listen") from None
         transport._watcher = asyncio.create_task(transport._watch())
         return transport
 

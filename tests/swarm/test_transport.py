@@ -15,7 +15,7 @@ import pytest
 from structlog.testing import capture_logs
 from swarm_harness import RUN, StartTransport, eventually, existing, raw_stream
 
-from spesd.swarm.errors import PeerMisbehaved, PeerRefused, PeerTimeout, PeerUnreachable, Refused
+from spesd.swarm.errors import NetworkNotStarted, PeerMisbehaved, PeerRefused, PeerTimeout, PeerUnreachable, Refused
 from spesd.swarm.p2pd import TransportConfig, with_fixed_ports
 from spesd.swarm.socket_files import remove_stale_sockets
 from spesd.swarm.streams import Reply, StreamLimits
@@ -27,6 +27,12 @@ ECHO = protocol_name(RUN, "echo")
 
 async def echo(peer: str, body: dict[str, Any], payload: bytes) -> Reply:
     return Reply({"from": peer, "body": body}, payload)
+
+
+async def test_an_address_that_is_not_ours_is_named(tmp_path) -> None:
+    config = TransportConfig(tmp_path / "key", host_maddrs=("/ip4/203.0.113.9/tcp/4001",), nat_port_map=False)
+    with pytest.raises(NetworkNotStarted, match=r"cannot listen on /ip4/203.0.113.9/tcp/4001: .*cannot assign"):
+        await Transport.start(config)
 
 
 async def test_large_payload_comes_back_bit_exact_and_is_counted(start_transport: StartTransport) -> None:
