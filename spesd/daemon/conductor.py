@@ -19,7 +19,7 @@ from blake3 import blake3
 
 from spesd.daemon.store import ChainFile, Store
 from spesd.swarm.blobs import BlobExchange
-from spesd.swarm.errors import BlobMissing, BlobUnavailable, PeerRefused, Refused, TransportError
+from spesd.swarm.errors import BlobMissing, BlobUnavailable, PeerRefused, PeerTimeout, Refused, TransportError
 from spesd.swarm.transport import Transport, protocol_name
 from spesd.swarm.wire import pack, unpack
 from spesd.sync import effects as fx
@@ -220,6 +220,8 @@ class Conductor:
             log.info("contribution refused", to=effect.to, unit=effect.unit, round=effect.round, reason=str(error))
         except BlobMissing:
             log.info("contribution is no longer wanted", unit=effect.unit, round=effect.round)
+        except PeerTimeout as error:  # it is slow, or we are, but not gone; the round has its own deadlines
+            log.info("contribution not in time", to=effect.to, unit=effect.unit, reason=str(error))
         except TransportError as error:
             log.info("contribution not delivered", to=effect.to, unit=effect.unit, reason=str(error))
             self.tell(lambda now: self.peer.on_unreachable(now, effect.to))
@@ -322,7 +324,7 @@ class Conductor:
             except Exception:
                 log.exception("blob not fetched", unit=effect.unit)
                 ok = False
-            self.tell(lambda now, effect=effect, ok=ok: self.peer.on_fetched(now, effect.unit, ok))  # type: ignore[misc]
+            self.tell(lambda now, effect=effect, ok=ok: self.peer.on_fetched(now, effect, ok))  # type: ignore[misc]
 
     # What others send ------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,9 @@ from spesd.sync.messages import MAX_ROUND_WEIGHT, Message
 from spesd.sync.patience import Patience
 from spesd.sync.rendezvous import rank
 
+MAX_STAGES = 3
+"""Reducers that are tried before a unit is left unchanged."""
+
 MAX_ROUND_JUMP = 100_000
 """A state of a round further ahead than this is not believed."""
 
@@ -54,6 +57,7 @@ class Context:
     gathering: Patience = field(init=False)
     contributing: Patience = field(init=False)
     stage: Patience = field(init=False)
+    committing: Patience = field(init=False)
     effects: list[Effect] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -61,6 +65,7 @@ class Context:
         self.gathering = Patience(settings.gather_seconds)
         self.contributing = Patience(settings.contribute_seconds)
         self.stage = Patience(settings.contribute_seconds + settings.packet_seconds)
+        self.committing = Patience(MAX_STAGES * self.stage.limit)
 
     def emit(self, effect: Effect) -> None:
         self.effects.append(effect)

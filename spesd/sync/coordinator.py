@@ -6,11 +6,12 @@ next in order when a call does not come in time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from spesd.sync.context import Context
-from spesd.sync.ledger import Head, PeerId, UnitId, is_better
+from spesd.sync.ledger import Head, PeerId, UnitId, fork_order
 from spesd.sync.messages import MAX_CONTRIBUTORS, MAX_LATE, Call, HeadInfo, Join, Roster, RosterUnit, SignedRoster
 
 
@@ -114,23 +115,48 @@ class Coordinator:
 
 
 def make_roster(coordinator: PeerId, gathering: Gathering, units: Iterable[UnitId]) -> Roster:
-    """Take for each unit the best state that anybody joined with; those who have it contribute."""
+    """Take for each unit the state that most joined with, slow ones not counted, and of several the best.
+
+    Those who have it contribute. Not simply the best: that may be a slow peer's, which nobody can fetch in time.
+    """
     joins = dict(sorted(gathering.joins.items()))
+    late = blamed({peer: join.late for peer, join in joins.items()})
     rows: dict[UnitId, RosterUnit] = {}
     for unit in units:
-        best: Head | None = None
-        for join in joins.values():
-            if unit in join.units and is_better(join.units[unit].head(), best):
-                best = join.units[unit].head()
-        if best is not None:
-            owners = [peer for peer, join in joins.items() if unit in join.units and join.units[unit].head() == best]
-            rows[unit] = RosterUnit(head=HeadInfo.of(best), contributors=owners)
-    told = {peer for join in joins.values() for peer in join.late}
+        owners: defaultdict[Head, list[PeerId]] = defaultdict(list)
+        for peer, join in joins.items():
+            if unit in join.units:
+                owners[join.units[unit].head()].append(peer)
+        if owners:
+            head = min(owners, key=lambda head: (-len(set(owners[head]) - late), fork_order(head)))
+            rows[unit] = RosterUnit(head=HeadInfo.of(head), contributors=owners[head])
     return Roster(
         round=gathering.round,
         attempt=gathering.attempt,
         coordinator=coordinator,
         tokens={peer: join.tokens for peer, join in joins.items()},
         units=rows,
-        late=sorted(told)[:MAX_LATE],
+        late=sorted(late)[:MAX_LATE],
     )
+
+
+def blamed(told: Mapping[PeerId, Iterable[PeerId]]) -> set[PeerId]:
+    """The fewest peers, about, that explain whom each found late.
+
+    To a peer with a slow line all others are late. So of all pairs of a peer and one that it found late, take again
+    and again the peer that is in most of them; of two that are in as many, the one that was found late more often.
+    """
+    pairs: defaultdict[PeerId, set[tuple[PeerId, PeerId]]] = defaultdict(set)
+    for peer, names in told.items():
+        for late in set(names) - {peer}:
+            pairs[peer].add((peer, late))
+            pairs[late].add((peer, late))
+    found: set[PeerId] = set()
+    while pairs:
+        worst = max(pairs, key=lambda peer: (len(pairs[peer]), sum(late == peer for _, late in pairs[peer]), peer))
+        found.add(worst)
+        for pair in pairs.pop(worst):
+            (other,) = set(pair) - {worst}
+            pairs[other].discard(pair)
+        pairs = defaultdict(set, {peer: left for peer, left in pairs.items() if left})
+    return found

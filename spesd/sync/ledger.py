@@ -76,7 +76,12 @@ def is_better(candidate: Head, current: Head | None) -> bool:
     """
     if current is None:
         return True
-    return (-candidate.weight, candidate.hash) < (-current.weight, current.hash)
+    return fork_order(candidate) < fork_order(current)
+
+
+def fork_order(head: Head) -> tuple[int, str]:
+    """Sorts states by the fork rule, the best first."""
+    return -head.weight, head.hash
 
 
 @dataclass(slots=True)

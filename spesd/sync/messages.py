@@ -132,7 +132,7 @@ class RosterUnit(Message):
 class Roster(Message):
     """The frozen list of who takes part in a round. `tokens` counts each member's since its last round.
 
-    Peers that some member called late reduce only where nobody else can, and do not coordinate the next round.
+    Peers whose line is slow by what the members say reduce only where nobody else can, and do not coordinate the next.
     """
 
     round: Round

@@ -35,26 +35,6 @@ class Line:
         self.up_free = self.down_free = 0.0
 
 
-def transfer(now: float, size: int, sender: Line, receiver: Line, deadline: float) -> float | None:
-    """Queue `size` bytes from one line to another. Returns when the last is there, None if that is past `deadline`.
-
-    Bytes flow on while they come, so that a transfer takes as long as the slower side needs, not both in turn. One
-    that is broken off at its deadline has used the lines until then.
-    """
-    began = max(now, sender.up_free)
-    if began >= deadline:
-        return None
-    up_done = began + size / sender.up
-    down_done = max(began, receiver.down_free) + size / receiver.down
-    sender.up_free = min(up_done, deadline)
-    receiver.down_free = max(receiver.down_free, min(down_done, deadline))
-    if max(up_done, down_done) > deadline:
-        return None
-    sender.up_bytes += size
-    receiver.down_bytes += size
-    return max(up_done, down_done)
-
-
 class Network:
     """Carries messages and bulk between the nodes of `world`.
 
@@ -73,15 +53,38 @@ class Network:
             self._world.after(self._delay(), lambda: self._arrive(sender, to, act))
 
     def push(self, sender: Node, effect: fx.SendContribution, data: bytes) -> None:
-        """Send a contribution; one that cannot be there within `contribute_seconds` is given up then."""
-        world = self._world
-        deadline = world.now + world.settings.contribute_seconds
-        arrives = transfer(world.now, len(data), self.lines[sender.name], self.lines[effect.to], deadline)
-        if arrives is None:
-            world.at(deadline, lambda: self._undelivered(sender, effect.to))
-        else:
-            receive = lambda node: node.receive(sender.name, effect, data)  # noqa: E731
-            world.at(arrives, lambda: self.deliver(sender, effect.to, receive))
+        """Send a contribution; one that cannot be there within `contribute_seconds` is given up without a word."""
+
+        def done(ok: bool) -> None:
+            if ok:
+                self.deliver(sender, effect.to, lambda node: node.receive(sender.name, effect, data))
+
+        deadline = self._world.now + self._world.settings.contribute_seconds
+        self.transfer(sender.name, effect.to, len(data), deadline, done)
+
+    def transfer(self, sender: PeerId, to: PeerId, size: int, deadline: float, done: Callable[[bool], None]) -> None:
+        """Queue `size` bytes; call `done(True)` when all have come, or `done(False)` at the deadline.
+
+        Bytes flow on while they come, so that a transfer takes as long as the slower side needs, not both in turn. One
+        that is broken off at its deadline has used the lines until then.
+        """
+        world, up, down = self._world, self.lines[sender], self.lines[to]
+        began = max(world.now, up.up_free)
+        if began >= deadline:
+            world.at(deadline, lambda: done(False))
+            return
+        sent = began + size / up.up
+        up.up_free = min(sent, deadline)
+
+        def begin() -> None:
+            received = max(began, down.down_free) + size / down.down
+            down.down_free = max(down.down_free, min(received, deadline))
+            ok = max(sent, received) <= deadline
+            up.up_bytes += size if ok else 0
+            down.down_bytes += size if ok else 0
+            world.at(min(deadline, max(sent, received)), lambda: done(ok))
+
+        world.at(began, begin)
 
     def fetch(self, node: Node, effect: fx.Fetch) -> None:
         """Copy a blob from the first source that has it, for at most as long as its size allows."""
@@ -123,13 +126,18 @@ class Network:
             node.fetched(effect, False)
             return
         index, data = found
-        now, source = self._world.now, self.lines[effect.sources[index]]
-        arrives = transfer(now, len(data), source, self.lines[node.name], deadline)
-        if arrives is None:
-            self._world.at(deadline, lambda: node.fetched(effect, False))
-        else:
-            rest = replace(effect, sources=effect.sources[index:])
-            self._world.at(arrives, lambda: self._sent(node, rest, data, deadline))
+
+        def done(ok: bool) -> None:
+            """If the source broke off in the middle, the next one is asked."""
+            if not ok:
+                node.fetched(effect, False)
+            elif self._alive(effect.sources[index], node) is None:
+                self._ask(node, replace(effect, sources=effect.sources[index + 1 :]), deadline)
+            else:
+                node.blobs.put(data)
+                node.fetched(effect, True)
+
+        self.transfer(effect.sources[index], node.name, len(data), deadline, done)
 
     def _source(self, node: Node, effect: fx.Fetch) -> tuple[int, bytes] | None:
         """Which source is the first that serves the blob, and its bytes."""
@@ -139,11 +147,3 @@ class Network:
             if data is not None and len(data) <= effect.size:
                 return index, data
         return None
-
-    def _sent(self, node: Node, effect: fx.Fetch, data: bytes, deadline: float) -> None:
-        """All of `data` has come from the first source; if that broke off in the middle, the next one is asked."""
-        if self._alive(effect.sources[0], node) is None:
-            self._ask(node, replace(effect, sources=effect.sources[1:]), deadline)
-            return
-        node.blobs.put(data)
-        node.fetched(effect, True)

@@ -15,7 +15,7 @@ from spesd.sync.catchup import CatchUp
 from spesd.sync.codecs import codecs_of
 from spesd.sync.context import MAX_HINT_JUMP, Context, Signer
 from spesd.sync.coordinator import Coordinator
-from spesd.sync.effects import Adopt, Commit, Effect, Encode, Reduce
+from spesd.sync.effects import Adopt, Commit, Effect, Encode, Fetch, Reduce
 from spesd.sync.ledger import Chain, Entry, Head, Ledger, PeerId, UnitId, is_better
 from spesd.sync.member import Member
 from spesd.sync.messages import (
@@ -41,10 +41,11 @@ HEARD_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class _PendingCall:
-    """A call that came while our own units were still under way."""
+    """A call that came while our own units were still under way: answer it at `patience` if they may stay so."""
 
     sender: PeerId
     call: Call
+    patience: float
     until: float
 
 
@@ -83,6 +84,11 @@ class SyncPeer:
     def settled(self) -> bool:
         """Whether our own units have ended in every round and none is on the move: only then can we join the next."""
         return self.at_rest == self.trained
+
+    @property
+    def free(self) -> bool:
+        """Whether we could join the next round: we may still fetch better states, but none is being applied."""
+        return not any(self.pipeline.applying(u) or not self.rounds.settled(u) for u in self.trained)
 
     @property
     def at_rest(self) -> frozenset[UnitId]:
@@ -139,16 +145,20 @@ class SyncPeer:
         self.member.expire(now)
         if self.member.joining is None:
             self.rounds.forget_early()
-        if self.settled:
-            pending, self._pending = self._pending, None
-            if pending is not None and now < pending.until:
-                self._called(now, pending.sender, pending.call)
+        pending = self._pending
+        if pending is not None and (self.settled or (self.free and now >= pending.patience)):
+            self._pending = None
+            if now < pending.until:
+                self._called(now, pending.sender, pending.call, wait=False)
+        if self.free:
             self._coordinate(now)
         self.catchup.tick(now)
 
     def deadline(self) -> float:
         """When `on_time` next has something to do."""
-        times = [self.rounds.deadline(), self.coordinator.deadline() if self.settled else None, self.member.deadline()]
+        times = [self.rounds.deadline(), self.member.deadline()]
+        if self.free:
+            times += [self.coordinator.deadline(), self._pending.patience if self._pending is not None else None]
         return min([time for time in times if time is not None] + [self.catchup.deadline()])
 
     def leave(self) -> None:
@@ -207,18 +217,17 @@ class SyncPeer:
             round_.announced(now, entry)
         self._close_rounds(now)
 
-    def on_fetched(self, now: float, unit: UnitId, ok: bool) -> None:
-        """A blob of `Fetch` is here, or cannot be had from anyone asked."""
-        self.pipeline.fetched(unit, ok)
-        if not ok:
-            self.catchup.failed(unit)
+    def on_fetched(self, now: float, effect: Fetch, ok: bool) -> None:
+        """A blob is here, or cannot be had from anyone asked."""
+        if self.pipeline.fetched(effect, ok) and not ok:
+            self.catchup.failed(effect.unit)
         self.on_time(now)
 
     def on_committed(self, now: float, effect: Commit, ok: bool) -> None:
         """A packet is applied; not `ok` if it did not verify."""
         entry = effect.entry
         if self.pipeline.committed(effect, ok):
-            self._moved(entry.unit, entry.after)
+            self._moved(now, entry.unit, entry.after)
             if entry.packet in self._made:
                 self._announce(entry)
         else:
@@ -229,7 +238,7 @@ class SyncPeer:
     def on_adopted(self, now: float, effect: Adopt, ok: bool) -> None:
         """A full state is applied; not `ok` if it did not verify."""
         if self.pipeline.adopted(effect, ok):
-            self._moved(effect.unit, effect.head)
+            self._moved(now, effect.unit, effect.head)
         else:
             self.catchup.failed(effect.unit)
         self.on_time(now)
@@ -281,7 +290,7 @@ class SyncPeer:
         elif ready.round <= newest + MAX_HINT_JUMP:
             self.coordinator.wanted(now, ready.round)
 
-    def _called(self, now: float, sender: PeerId, call: Call) -> None:
+    def _called(self, now: float, sender: PeerId, call: Call, wait: bool = True) -> None:
         newest = self.context.newest_round
         if call.round <= newest and sender != self.context.me:
             self.context.send(sender, self.catchup.my_heads(reply=True))
@@ -291,9 +300,9 @@ class SyncPeer:
         if slow or not able or not self.member.can_answer(sender):
             late = [sender] if slow else []
             self._answer(now, sender, Join(round=call.round, attempt=call.attempt, tokens=0, units={}, late=late))
-        elif not self.settled:
+        elif wait and not self.settled:
             seconds = min(call.seconds, self.context.settings.gather_seconds)
-            self._pending = _PendingCall(sender, call, now + seconds)
+            self._pending = _PendingCall(sender, call, now + seconds / 2, now + seconds)
         else:
             self.member.answer(now, sender, call, sorted(self.trained))
 
@@ -335,8 +344,8 @@ class SyncPeer:
         if not is_better(entry.after, head):
             return
         round_ = self.rounds.get(entry.after.version)
-        if round_ is not None:
-            round_.announced(now, entry)
+        if round_ is not None and round_.announced(now, entry):
+            self.pipeline.drop_fetch(entry.unit)  # what the round agrees on now goes before what it gave up
         if not self.context.wants(entry.unit, entry.after):
             return
         if entry.follows(head) and not self.pipeline.busy(entry.unit):
@@ -372,9 +381,9 @@ class SyncPeer:
         self.rounds.withdraw(units)
         self.pipeline.discard(self.work.clear(units))
 
-    def _moved(self, unit: UnitId, head: Head) -> None:
+    def _moved(self, now: float, unit: UnitId, head: Head) -> None:
         self.context.newest_round = max(self.context.newest_round, head.version)
-        self.rounds.committed(unit, head)
+        self.rounds.committed(now, unit, head)
 
     def _announce(self, entry: Entry) -> None:
         """Tell everybody of a packet that we have made."""

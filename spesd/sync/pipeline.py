@@ -34,6 +34,7 @@ Step = Entry | TakeState
 class _Way:
     steps: deque[Step]
     sources: tuple[PeerId, ...]
+    applying: bool = False
 
 
 class Pipeline:
@@ -49,6 +50,10 @@ class Pipeline:
         """Whether a step of `unit` is under way."""
         return unit in self._ways
 
+    def applying(self, unit: UnitId) -> bool:
+        """Whether the state of `unit` is being changed; before that its blob is on its way, which may take long."""
+        return unit in self._ways and self._ways[unit].applying
+
     def go(self, unit: UnitId, steps: Sequence[Step], sources: Sequence[PeerId]) -> None:
         """Take `steps` one after the other; `sources` serve their blobs, best first."""
         if unit not in self._ways and steps:
@@ -56,21 +61,31 @@ class Pipeline:
             self._fetch(unit)
 
     def commit_own(self, entry: Entry) -> bool:
-        """Commit a packet that this peer has reduced: its bytes are here. False if a step is under way already."""
-        if entry.unit in self._ways:
+        """Commit a packet that this peer has reduced: its bytes are here. False if another is being applied."""
+        if self.applying(entry.unit):
             return False
         self._ways[entry.unit] = _Way(deque([entry]), ())
         self._apply(entry.unit)
         return True
 
-    def fetched(self, unit: UnitId, ok: bool) -> None:
-        """The blob of the present step is here, or cannot be had."""
-        if unit not in self._ways:
-            return
+    def drop_fetch(self, unit: UnitId) -> None:
+        """Give up a way whose blob is still to come: there is a better one."""
+        if not self.applying(unit):
+            self._ways.pop(unit, None)
+
+    def fetched(self, effect: Fetch, ok: bool) -> bool:
+        """The blob of a step is here, or cannot be had. False if that step is not the present one any more."""
+        unit, way = effect.unit, self._ways.get(effect.unit)
+        expected = way is not None and _blob(way.steps[0]) == effect.blob
+        if way is None or not expected or way.applying:
+            if ok and not expected:
+                self.discard([effect.blob])
+            return False
         if ok:
             self._apply(unit)
         else:
             self._drop(unit)
+        return True
 
     def committed(self, effect: Commit, ok: bool) -> bool:
         """The present step, an entry, is applied, or was refused. Returns `ok`."""
@@ -107,8 +122,7 @@ class Pipeline:
         """Give up the way of `unit`, and what was fetched for its present step."""
         way = self._ways.pop(unit, None)
         if way is not None and way.steps:
-            step = way.steps[0]
-            self.discard([step.packet if isinstance(step, Entry) else step.head.hash])
+            self.discard([_blob(way.steps[0])])
 
     def _next(self, unit: UnitId) -> None:
         way = self._ways.get(unit)
@@ -122,16 +136,16 @@ class Pipeline:
 
     def _fetch(self, unit: UnitId) -> None:
         way, context = self._ways[unit], self._context
+        way.applying = False
         step, count = way.steps[0], context.sizes[unit]
         urgent = unit in context.owned or unit.startswith("shared")
-        if isinstance(step, Entry):
-            size = min(step.size, max_size(self._codecs.largest_payload(count)))
-            context.emit(Fetch(unit, step.packet, size, way.sources, urgent))
-        else:
-            context.emit(Fetch(unit, step.head.hash, 4 * count, way.sources, urgent))
+        most = max_size(self._codecs.largest_payload(count))
+        size = min(step.size, most) if isinstance(step, Entry) else 4 * count
+        context.emit(Fetch(unit, _blob(step), size, way.sources, urgent))
 
     def _apply(self, unit: UnitId) -> None:
-        context, step = self._context, self._ways[unit].steps[0]
+        context, way = self._context, self._ways[unit]
+        way.applying, step = True, way.steps[0]
         if isinstance(step, Entry):
             if not step.follows(context.ledger[unit].head):
                 self._drop(unit)
@@ -144,3 +158,8 @@ class Pipeline:
         else:
             accepted, returned = self._work.moved(unit, step.common, step.entries)
             context.emit(Adopt(unit, step.head, accepted, returned))
+
+
+def _blob(step: Step) -> str:
+    """What must be here before the step can be taken."""
+    return step.packet if isinstance(step, Entry) else step.head.hash

@@ -2,34 +2,37 @@
 
 For each unit a member may be contributor, reducer, or only a reader. Stages are of equal length: in stage k the k-th
 reducer in order is waited for. A reducer closes a unit some way into its stage; the rest of the stage is for its
-packet to spread. How long both are follows from how long contributions and packets took before (`patience.py`). Who
-misses a deadline is not waited for again until it has been in time: a broken link costs the others one deadline.
+packet to spread. How long both are follows from how long contributions and packets took before (`patience.py`). A
+packet that is announced but does not come through is given up like a reducer that makes none. Who misses a deadline is
+not waited for again until it has been in time: a broken link costs the others one deadline.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import inf
 
 from spesd.sync.aggregate import capped_weights
-from spesd.sync.context import Context
+from spesd.sync.context import MAX_STAGES, Context
 from spesd.sync.effects import Encode, Outcome, Reduce, RoundEnded, SendContribution, UnitReport
 from spesd.sync.ledger import Contributor, Entry, Head, PeerId, UnitId
 from spesd.sync.messages import Announce, EntryInfo, Roster
 from spesd.sync.patience import FLOOR
 
-MAX_STAGES = 3
-"""Reducers that are tried before a unit is left unchanged."""
-
 
 @dataclass(slots=True)
 class UnitRound:
-    """One unit in one round. `stage` counts the reducers that were given up."""
+    """One unit in one round. `stage` counts the reducers that were given up.
+
+    `held_up` are the seconds that waiting for announced packets has taken beyond the stages.
+    """
 
     base: Head
     weights: dict[PeerId, int]
     reducers: list[PeerId]
     stage: int = 0
+    held_up: float = 0.0
     blob: str | None = None
     received: dict[PeerId, str] = field(default_factory=dict)
     reducing: bool = False
@@ -59,6 +62,7 @@ class Round:
         self.contribute_seconds = context.contributing.seconds
         spread = FLOOR * context.settings.packet_seconds
         self.stage_seconds = max(context.stage.seconds, self.contribute_seconds + spread)
+        self.commit_seconds = max(context.committing.seconds, self.stage_seconds)
         self.units: dict[UnitId, UnitRound] = {}
         for unit, row in roster.units.items():
             if context.is_lazy(unit) and not context.is_refresh(unit, row.head.version, roster.round):
@@ -126,19 +130,25 @@ class Round:
         peers = [c.peer for c in entry.contributors]
         return len(set(peers)) == len(peers) and all(weights.get(c.peer) == c.weight for c in entry.contributors)
 
-    def announced(self, now: float, entry: Entry) -> None:
-        """A packet for one of our units is known; the reducer is not waited for any more."""
+    def announced(self, now: float, entry: Entry) -> bool:
+        """A packet for one of our units is known. Returns whether it is what the unit waits for now."""
         state = self.units.get(entry.unit)
-        if state is not None and state.entry is None and self.accepts(entry):
-            state.entry = entry
-            if state.stage == 0:
-                self._context.stage.saw(now - self.started)
+        if state is None or not state.open or state.entry is not None or not self.accepts(entry):
+            return False
+        state.entry = entry
+        if state.stage == 0:
+            self._context.stage.saw(now - self.started)
+        return True
 
-    def committed(self, unit: UnitId, head: Head) -> None:
+    def committed(self, now: float, unit: UnitId, head: Head) -> None:
         """The agreed state of `unit` is now `head`."""
         state = self.units.get(unit)
         if state is None or not state.open or head.version < self.number:
             return
+        if state.stage == 0 and state.entry is not None and self._context.me in state.weights:
+            self._context.committing.saw(now - self.started)
+            if state.reducer is not None:
+                self._context.late.discard(state.reducer)
         if state.entry is None or state.entry.after != head:
             state.report = UnitReport(Outcome.COMMITTED, (), "caught up")
             return
@@ -160,10 +170,8 @@ class Round:
         for unit, state in self.units.items():
             if not state.open:
                 continue
-            if now >= self.started + self.stage_seconds * (state.stage + 1) and state.entry is None:
-                if state.reducer is not None and state.reducer != self._context.me:
-                    self._context.late.add(state.reducer)
-                self._next_stage(unit)
+            if now >= self._stage_end(state) and state.stage < len(state.reducers):
+                self._give_up(now, unit)
             self._maybe_reduce(now, unit)
             if now >= self._end(state):
                 who = state.reducers[-1] if state.reducers else "nobody"
@@ -171,9 +179,17 @@ class Round:
 
     # What it looks like ----------------------------------------------------------------------------------------------
 
+    def _stage_end(self, state: UnitRound) -> float:
+        """When the present reducer is given up. A mere reader waits for a packet that it knows of to the end."""
+        if state.entry is None:
+            return self.started + state.held_up + self.stage_seconds * (state.stage + 1)
+        if self._context.me not in state.weights:
+            return inf
+        return self.started + state.held_up + self.stage_seconds * state.stage + self.commit_seconds
+
     def _end(self, state: UnitRound) -> float:
         """When a unit is given up: once each of its reducers has had its stage. A mere reader is in no hurry."""
-        stages = self.stage_seconds * max(1, len(state.reducers))
+        stages = state.held_up + self.stage_seconds * max(1, len(state.reducers))
         contributes = self._context.me in state.weights
         return self.started + (stages if contributes else max(stages, self._context.stage.limit))
 
@@ -214,12 +230,15 @@ class Round:
     # Inside ----------------------------------------------------------------------------------------------------------
 
     def _close_time(self, state: UnitRound) -> float:
-        stage = min(state.stage, MAX_STAGES - 1)
-        if state.entry is not None or state.stage >= len(state.reducers):
+        if state.stage >= len(state.reducers):
             return self._end(state)
-        if state.reducer == self._context.me and not state.reducing:
-            return self.started + self.stage_seconds * stage + self.contribute_seconds
-        return self.started + self.stage_seconds * (stage + 1)
+        if state.reducer == self._context.me and not state.reducing and state.entry is None:
+            return self._contributions_end(state, state.stage)
+        return min(self._stage_end(state), self._end(state))
+
+    def _contributions_end(self, state: UnitRound, stage: int) -> float:
+        """When the reducer of that stage goes on with what it has."""
+        return self.started + state.held_up + self.stage_seconds * stage + self.contribute_seconds
 
     def _missing(self, state: UnitRound) -> set[PeerId]:
         """Whose contributions a reducer still waits for."""
@@ -233,6 +252,16 @@ class Round:
                 self._context.late.discard(sender)
         elif state.stage == 0 and sender not in state.received:
             self._context.contributing.saw(took)
+
+    def _give_up(self, now: float, unit: UnitId) -> None:
+        """The present reducer has made no packet, or one that does not come through: on to the next."""
+        state = self.units[unit]
+        if state.reducer is not None and state.reducer != self._context.me:
+            self._context.late.add(state.reducer)
+        if state.entry is not None:
+            stages = self.started + self.stage_seconds * (state.stage + 1)
+            state.held_up, state.entry = max(state.held_up, now - stages), None
+        self._next_stage(unit)
 
     def _next_stage(self, unit: UnitId) -> None:
         state = self.units[unit]
@@ -262,8 +291,7 @@ class Round:
             return
         waiting = self._missing(state)
         stage = max(state.stage, state.reducers.index(me))
-        closes = self.started + self.stage_seconds * stage + self.contribute_seconds
-        if state.received and (not waiting or now >= closes):
+        if state.received and (not waiting or now >= self._contributions_end(state, stage)):
             self._context.late |= waiting - {me}
             state.reducing = True
             rows = tuple(Contributor(p, state.weights[p], state.received[p]) for p in sorted(state.received))

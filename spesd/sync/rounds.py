@@ -58,7 +58,7 @@ class Rounds:
             chain = self._context.ledger[unit]
             if chain.entries and chain.entries[-1].after.version >= roster.round:
                 round_.announced(now, chain.entries[-1])
-                round_.committed(unit, chain.entries[-1].after)
+                round_.committed(now, unit, chain.entries[-1].after)
         early, self._early = self._early, []
         for number, peer, unit, blob in early:
             if number != roster.round or round_.contribution(now, peer, unit, blob) is not None:
@@ -88,10 +88,10 @@ class Rounds:
         for round_ in self._open.values():
             round_.withdraw(units)
 
-    def committed(self, unit: UnitId, head: Head) -> None:
+    def committed(self, now: float, unit: UnitId, head: Head) -> None:
         """The agreed state of `unit` is now `head`."""
         for round_ in self._open.values():
-            round_.committed(unit, head)
+            round_.committed(now, unit, head)
 
     def tick(self, now: float) -> None:
         """Do what is due in each."""

@@ -181,7 +181,7 @@ class Node:
     def fetched(self, effect: fx.Fetch, ok: bool) -> None:
         """The blob is here, or nobody had it in time."""
         if self.alive:
-            self.peer.on_fetched(self.world.now, effect.unit, ok)
+            self.peer.on_fetched(self.world.now, effect, ok)
             self.drain()
 
     def _reduce(self, effect: fx.Reduce) -> None:

@@ -67,7 +67,7 @@ async def test_fetchers_survive_whatever_a_fetch_raises(tmp_path: Path, monkeypa
     count = 3 * FETCHERS
     conductor = await make(tmp_path, [ValueError("a source that is no peer id") for _ in range(count)])
     seen: list[bool] = []
-    monkeypatch.setattr(conductor.peer, "on_fetched", lambda now, unit, ok: seen.append(ok))
+    monkeypatch.setattr(conductor.peer, "on_fetched", lambda now, effect, ok: seen.append(ok))
     for index in range(count + 1):
         conductor.peer.context.emit(fx.Fetch("expert-0", f"{index:064x}", 8, ("x",), False))
     conductor.drain()

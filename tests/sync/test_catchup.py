@@ -171,11 +171,12 @@ def test_a_source_whose_blob_cannot_be_had_is_not_asked_again_until_it_offers_an
     peer, catchup = asking("a", "b")
     first = requests(peer)[0]
     catchup.told(first, trail(ROWS))
-    peer.take_effects()
-    peer.on_fetched(1.0, UNIT, False)
+    (fetch,) = of_kind(peer.take_effects(), Fetch)
+    peer.on_fetched(1.0, fetch, False)
     assert requests(peer) == [{"a": "b", "b": "a"}[first]]
     catchup.told({"a": "b", "b": "a"}[first], trail(ROWS))
-    peer.on_fetched(1.0, UNIT, False)
+    (fetch,) = of_kind(peer.take_effects(), Fetch)
+    peer.on_fetched(1.0, fetch, False)
     assert requests(peer) == [], "two failures must not become a loop at the speed of the network"
     peer.on_message(2.0, "a", Heads(round=5, heads={UNIT: HeadInfo.of(ROWS[-1].after)}, reply=True))
     assert requests(peer) == ["a"]

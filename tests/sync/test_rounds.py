@@ -64,7 +64,7 @@ def commit(peer: SyncPeer, now: float = 1.0) -> list[fx.RoundEnded]:
         for effect in effects:
             match effect:
                 case fx.Fetch():
-                    peer.on_fetched(now, effect.unit, True)
+                    peer.on_fetched(now, effect, True)
                 case fx.Commit():
                     peer.on_committed(now, effect, True)
                 case fx.RoundEnded():
