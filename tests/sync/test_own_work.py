@@ -69,7 +69,8 @@ def test_a_packet_that_is_refused_does_not_stay_on_disk() -> None:
     peer = make_peer("me", ["a"])
     bad = entry(genesis(UNIT), "a")
     peer.on_message(0.0, "a", Announce(entries=[EntryInfo.of(bad)]))
-    peer.on_fetched(0.1, UNIT, True)
+    (fetch,) = of_kind(peer.take_effects(), fx.Fetch)
+    peer.on_fetched(0.1, fetch, True)
     commit = of_kind(peer.take_effects(), fx.Commit)[0]
     peer.on_committed(0.2, commit, False)
     assert fx.Discard((bad.packet,)) in peer.take_effects()
