@@ -7,7 +7,6 @@ arithmetic in threads, snapshots and shifts at the trainer. All state is touched
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping
@@ -36,7 +35,7 @@ log = structlog.get_logger(__name__)
 _T = TypeVar("_T")
 
 FETCHERS = 8
-"""Blobs that are fetched at once."""
+"""Blobs that are fetched at once of those that are urgent, and of the others."""
 
 SLOWEST_LINK = 50_000
 """Bytes a second that a fetch must at least bring, beside `packet_seconds` to begin with."""
@@ -100,8 +99,7 @@ class Conductor:
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="workshop")
         self._locks: defaultdict[UnitId, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._fetches: asyncio.PriorityQueue[tuple[bool, int, fx.Fetch]] = asyncio.PriorityQueue()
-        self._order = itertools.count()
+        self._fetches: dict[bool, asyncio.Queue[fx.Fetch]] = {True: asyncio.Queue(), False: asyncio.Queue()}
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -116,8 +114,9 @@ class Conductor:
         await self._transport.serve(protocol_name(run, "message"), self._on_message, max_payload=MAX_MESSAGE_BYTES)
         largest = max(max_size(self._codec.payload_size(size)) for size in self.peer.context.sizes.values())
         await self._transport.serve(protocol_name(run, "contribution"), self._on_contribution, max_payload=largest)
-        for _ in range(FETCHERS):
-            self._spawn(self._fetch_forever())
+        for queue in self._fetches.values():
+            for _ in range(FETCHERS):
+                self._spawn(self._fetch_forever(queue))
         self.drain()
 
     async def close(self) -> None:
@@ -164,7 +163,7 @@ class Conductor:
             case fx.Reduce():
                 self._spawn(self._reduce(effect))
             case fx.Fetch():
-                self._fetches.put_nowait((not effect.urgent, next(self._order), effect))
+                self._fetches[effect.urgent].put_nowait(effect)
             case fx.Commit():
                 self._spawn(self._commit(effect))
             case fx.Adopt():
@@ -310,14 +309,16 @@ class Conductor:
 
         await self._loop.run_in_executor(self._threads, remove)
 
-    async def _fetch_forever(self) -> None:
-        """Fetch one blob after the other: first those that this peer's own units wait for."""
+    async def _fetch_forever(self, queue: asyncio.Queue[fx.Fetch]) -> None:
+        """Fetch one blob after the other. The exchange lets those that this peer's own units wait for go first."""
         while True:
-            _, _, effect = await self._fetches.get()
+            effect = await queue.get()
             seconds = self.peer.context.settings.packet_seconds + effect.size / SLOWEST_LINK
             ok = True
             try:
-                await self._blobs.fetch(effect.blob, effect.sources, timeout=seconds, size=effect.size)
+                await self._blobs.fetch(
+                    effect.blob, effect.sources, timeout=seconds, size=effect.size, urgent=effect.urgent
+                )
             except (BlobUnavailable, OSError) as error:
                 log.info("blob not fetched", unit=effect.unit, reason=str(error))
                 ok = False

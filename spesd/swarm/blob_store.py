@@ -91,7 +91,7 @@ class BlobStore:
         return self._folder / hash[:2] / hash
 
     def partial_path(self, hash: str) -> Path:
-        """File for a download under way: a prefix of the blob."""
+        """File for a download under way: some chunks of the blob, each at its place."""
         return self._partial / self.path(hash).name
 
     def has(self, hash: str) -> bool:

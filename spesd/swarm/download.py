@@ -1,117 +1,169 @@
-"""One download of one blob: chunks from several sources at once, appended in order to a partial file."""
+"""One blob's way here: chunks from several sources at once into a partial file, each checked before it is kept."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+import os
+import random
+from collections.abc import Coroutine, Iterable, Set
 from pathlib import Path
 
-from spesd.swarm.errors import PeerRefused, TransportError
+from spesd.swarm.blob_store import hash_file
+from spesd.swarm.chunks import CHUNK_BYTES, HEDGE_SECONDS, ChunkList, ChunkPlan
+from spesd.swarm.errors import BlobUnavailable, PeerRefused, TransportError
+from spesd.swarm.gate import Gate
+from spesd.swarm.holders import TRIES, Holders, News, Sources
 
-CHUNK_BYTES = 1 << 20
-_WINDOW_CHUNKS = 32
-"""Chunks that may be held or on their way beyond the last one written: bounds memory."""
-_IN_FLIGHT_PER_SOURCE = 3
-HEDGE_SECONDS = 2.0
-"""A chunk that one source has not delivered for so long may be asked of another one too."""
-
-_TRIES_PER_SOURCE = 3
-_PAUSE_SECONDS = 0.2
-
-FetchChunk = Callable[[str, int, int], Awaitable[bytes]]
-"""(source, offset, length) -> exactly `length` bytes; raises TransportError."""
+_WORKERS_PER_SOURCE = 4
+_PAUSE_SECONDS = 0.25
+_GRACE_SECONDS = 0.25
+"""Once one chunk list is here, those of the other sources may take so much longer before the choice is made."""
 
 
-@dataclass
 class Download:
-    """State of one attempt. `file` holds a prefix of the blob at any moment, so it can be resumed after any crash."""
+    """A blob under way into `file`, which is sparse: after a crash, those of its chunks that fit a list are there."""
 
-    file: Path
-    size: int
-    sources: Sequence[str]
-    fetch_chunk: FetchChunk
-    reasons: dict[str, str] = field(default_factory=dict)
-    """Why a source was given up, by peer."""
-    writers: dict[int, str] = field(default_factory=dict)
-    """Source of each chunk written by this attempt, by offset."""
-    _written: int = 0
-    _arrived: dict[int, tuple[str, bytes]] = field(default_factory=dict)
-    _holders: dict[int, dict[str, float]] = field(default_factory=dict)
-    _change: asyncio.Condition = field(default_factory=asyncio.Condition)
+    def __init__(self, name: str, file: Path, sources: Sources, gate: Gate, liars: Set[str], first_chunk: int) -> None:
+        """`liars` are believed last. Two peers that begin at different chunks can give theirs to each other."""
+        self.file = file
+        self.urgent = False
+        self.chunks: ChunkList | None = None
+        self.plan: ChunkPlan | None = None
+        self.caught: list[tuple[str, str]] = []
+        """Who was proven to have lied, and how."""
+        self._name = name
+        self._sources = sources
+        self._gate = gate
+        self._liars = liars
+        self._first_chunk = first_chunk
+        self._news = News()
+        self._holders = Holders(sources, self._news)
+        self._failures: dict[str, int] = {}
+        self._requests: dict[int, set[asyncio.Task[bytes]]] = {}
 
-    async def run(self) -> bool:
-        """Fetch what is missing; returns False when no source is left. The file is not verified here."""
-        self._written = self.file.stat().st_size if self.file.exists() else 0
-        if self._written > self.size:
-            self.file.unlink()
-            self._written = 0
-        workers = [
-            asyncio.create_task(self._work(source)) for _ in range(_IN_FLIGHT_PER_SOURCE) for source in self.sources
-        ]
+    def add(self, peers: Iterable[str]) -> None:
+        """These may have it too."""
+        self._holders.add(peers)
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Why each source did not deliver, as far as it is known."""
+        return self._holders.excuses()
+
+    async def run(self) -> None:
+        """Bring the blob into `file`, its hash verified. Raises BlobUnavailable and OSError."""
         try:
-            pending = set(workers)
-            while pending and self._written < self.size:
-                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                for worker in done:
-                    worker.result()
+            while (chunks := await self._choose()) is not None:
+                if await self._gather(chunks):
+                    if await asyncio.to_thread(hash_file, self.file) == self._name:
+                        return
+                    for peer in self._holders.lists()[chunks]:
+                        self._catch(peer, "its chunk list has another hash")
         finally:
-            for worker in workers:
-                worker.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
-        return self._written == self.size
+            await self._holders.close()
+        reasons = self.reasons
+        raise BlobUnavailable(self._name, "no source delivered it" if reasons else "no source is known", reasons)
 
-    async def _work(self, source: str) -> None:
-        failures = 0
-        while (offset := await self._next_offset(source)) is not None:
-            try:
-                chunk = await self.fetch_chunk(source, offset, min(CHUNK_BYTES, self.size - offset))
-            except TransportError as error:
-                failures += 1
-                if failures == _TRIES_PER_SOURCE or (isinstance(error, PeerRefused) and error.code != "busy"):
-                    self.reasons.setdefault(source, str(error))
-                await self._let_go(source, offset)
-                if source not in self.reasons:
-                    await asyncio.sleep(_PAUSE_SECONDS * 2**failures)
-            else:
-                failures = 0
-                await self._accept(source, offset, chunk)
+    async def _choose(self) -> ChunkList | None:
+        """The list that most sources gave, liars apart; None when there is none left."""
+        while not (lists := self._holders.lists()) and self._holders.pending:
+            await self._news.wait(HEDGE_SECONDS)
+        deadline = asyncio.get_running_loop().time() + _GRACE_SECONDS
+        while self._holders.pending and (left := deadline - asyncio.get_running_loop().time()) > 0:
+            await self._news.wait(left)
+        lists = self._holders.lists()
+        return max(lists, key=lambda one: (len(set(lists[one]) - self._liars), len(lists[one])), default=None)
 
-    async def _next_offset(self, source: str) -> int | None:
-        """Reserve the first chunk of the window that nobody fetches, else one that a slow source holds back."""
-        async with self._change:
-            while self._written < self.size and source not in self.reasons:
-                now = asyncio.get_running_loop().time()
-                end = min(self.size, self._written + _WINDOW_CHUNKS * CHUNK_BYTES)
-                for offset in range(self._written, end, CHUNK_BYTES):
-                    holders = self._holders.setdefault(offset, {})
-                    slow = source not in holders and max(holders.values(), default=0.0) < now - HEDGE_SECONDS
-                    if offset not in self._arrived and (slow or not holders):
-                        holders[source] = now
-                        return offset
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(HEDGE_SECONDS / 2):
-                        await self._change.wait()
-        return None
+    async def _gather(self, chunks: ChunkList) -> bool:
+        """Fetch the chunks of this list that are not there; False when nobody is left who has them."""
+        present = await asyncio.to_thread(_prepare, self.file, chunks)
+        self.chunks = chunks
+        self.plan = plan = ChunkPlan(chunks.count, self._first_chunk % chunks.count, present)
+        workers: dict[str, list[asyncio.Task[None]]] = {}
+        try:
+            while not plan.complete:
+                serving = self._holders.serving(chunks)
+                for peer in serving:
+                    if peer not in workers:
+                        count = min(_WORKERS_PER_SOURCE, chunks.count)
+                        workers[peer] = [asyncio.create_task(self._work(peer, chunks, plan)) for _ in range(count)]
+                for worker in (worker for started in workers.values() for worker in started if worker.done()):
+                    worker.result()
+                useful = any(plan.wants_from(self._holders.part(peer)) for peer in serving)
+                if not (useful or self._holders.pending or plan.on_the_way):
+                    return False
+                await self._news.wait(HEDGE_SECONDS)
+            return True
+        finally:
+            tasks = [worker for started in workers.values() for worker in started]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _let_go(self, source: str, offset: int) -> None:
-        async with self._change:
-            self._holders.get(offset, {}).pop(source, None)
-            self._change.notify_all()
+    async def _work(self, peer: str, chunks: ChunkList, plan: ChunkPlan) -> None:
+        try:
+            while peer not in self._holders.reasons and not plan.complete:
+                pause = 0.0
+                async with self._gate.slot(peer, self.urgent):
+                    index = plan.ask(peer, self._holders.part(peer), asyncio.get_running_loop().time())
+                    if index is not None:
+                        pause = await self._get(peer, index, chunks, plan)
+                if index is None:
+                    await self._news.wait(HEDGE_SECONDS / 2)
+                await asyncio.sleep(pause)
+        finally:
+            self._news.tell()
 
-    async def _accept(self, source: str, offset: int, chunk: bytes) -> None:
-        async with self._change:
-            if offset >= self._written:
-                self._arrived.setdefault(offset, (source, chunk))
-            while self._written in self._arrived:
-                writer, data = self._arrived[self._written]
-                await _uninterrupted(asyncio.to_thread(_append, self.file, data))
-                del self._arrived[self._written]
-                self._holders.pop(self._written, None)
-                self.writers[self._written] = writer
-                self._written += len(data)
-            self._change.notify_all()
+    async def _get(self, peer: str, index: int, chunks: ChunkList, plan: ChunkPlan) -> float:
+        """Fetch one chunk, check it and keep it. Returns how long `peer` is to be left alone afterwards."""
+        offset = index * CHUNK_BYTES
+        request = asyncio.create_task(self._sources.chunk(peer, offset, chunks.length(index), self.urgent))
+        rivals = self._requests.setdefault(index, set())
+        rivals.add(request)
+        try:
+            await asyncio.wait({request})
+            if request.cancelled():  # a rival was faster
+                return 0.0
+            chunk = request.result()
+            if not chunks.fits(index, chunk):
+                self._distrust(peer)
+                return 0.0
+            await _uninterrupted(asyncio.to_thread(_write, self.file, offset, chunk))
+            plan.arrived(peer, index, asyncio.get_running_loop().time())
+            self._failures.pop(peer, None)
+            for rival in rivals - {request}:
+                rival.cancel()
+            return 0.0
+        except TransportError as error:
+            return self._blame(peer, error)
+        finally:
+            plan.failed(peer, index)  # says nothing about a chunk that has arrived
+            rivals.discard(request)
+            request.cancel()
+            await asyncio.wait({request})
+            self._news.tell()
+
+    def _blame(self, peer: str, error: TransportError) -> float:
+        """How long to leave `peer` alone; it is given up when it will not, or fails again and again."""
+        if isinstance(error, PeerRefused):
+            if error.code not in ("busy", "not-yet"):
+                self._holders.give_up(peer, str(error))
+            return _PAUSE_SECONDS * random.uniform(1, 4)
+        failures = self._failures[peer] = self._failures.get(peer, 0) + 1
+        if failures >= TRIES:
+            self._holders.give_up(peer, str(error))
+        return _PAUSE_SECONDS * 2.0**failures
+
+    def _distrust(self, peer: str) -> None:
+        """A chunk does not fit the list. Who gave the list has lied; who did not may have been lied to."""
+        if self._holders.vouches(peer):
+            self._catch(peer, "its chunk does not fit its own chunk list")
+        else:
+            self._holders.give_up(peer, "its chunk does not fit the chunk list of the others")
+
+    def _catch(self, peer: str, how: str) -> None:
+        self.caught.append((peer, how))
+        self._holders.give_up(peer, how)
 
 
 async def _uninterrupted(work: Coroutine[None, None, None]) -> None:
@@ -124,6 +176,21 @@ async def _uninterrupted(work: Coroutine[None, None, None]) -> None:
         raise
 
 
-def _append(path: Path, data: bytes) -> None:
-    with path.open("ab") as file:
-        file.write(data)
+def _prepare(path: Path, chunks: ChunkList) -> set[int]:
+    """Make the file as long as the blob; tells which chunks it has already, for which their hashes are the proof."""
+    present = set()
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
+        if os.fstat(file.fileno()).st_size:
+            for index in range(chunks.count):
+                if chunks.fits(index, os.pread(file.fileno(), chunks.length(index), index * CHUNK_BYTES)):
+                    present.add(index)
+        elif chunks.size == 0:
+            present.add(0)
+        file.truncate(chunks.size)
+    return present
+
+
+def _write(path: Path, offset: int, chunk: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(chunk)

@@ -29,10 +29,11 @@ _HANG_UP_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer: a small body and a raw payload."""
+    """An answer: a small body and a raw payload. Under a cap those that are `urgent` go first."""
 
     body: dict[str, Any] = field(default_factory=dict)
     payload: Buffer = b""
+    urgent: bool = True
 
 
 Handler = Callable[[str, dict[str, Any], bytes], Awaitable[Reply | dict[str, Any]]]
@@ -94,6 +95,15 @@ class Admission:
 
 
 @dataclass(frozen=True)
+class _Encoded:
+    """An answer as it goes out."""
+
+    header: bytes
+    payload: Buffer = b""
+    urgent: bool = True
+
+
+@dataclass(frozen=True)
 class Service:
     """One protocol that this peer answers."""
 
@@ -126,18 +136,18 @@ class Service:
             writer.close()
 
     async def _answer(self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        limits = self.admission.limits
-        async with asyncio.timeout(limits.header_seconds):
-            header = await read_header(reader, self.traffic.down(peer))
+        limits, received = self.admission.limits, self.traffic.down(peer, self.protocol, True)
+        async with asyncio.timeout(limits.header_seconds) as received.deadline:
+            header = await read_header(reader, received)
         body, size, seconds = _parse_request(header)
         try:
             self._check_size(body, size)
             with self.admission.payload(size):
-                async with asyncio.timeout(limits.payload_seconds(size)):
-                    payload = await read_payload(reader, size, limits.idle_seconds, self.traffic.down(peer))
+                async with asyncio.timeout(limits.payload_seconds(size)) as received.deadline:
+                    payload = await read_payload(reader, size, limits.idle_seconds, received)
                 size = 0
-                answer, reply = await self._handle(peer, body, payload, min(seconds, limits.handler_seconds))
-            await self._send(peer, writer, answer, reply)
+                answer = await self._handle(peer, body, payload, min(seconds, limits.handler_seconds))
+            await self._send(peer, writer, answer)
         except Refused as refusal:
             await self._refuse(peer, reader if size else None, writer, refusal)
 
@@ -145,7 +155,7 @@ class Service:
         self, peer: str, unread: asyncio.StreamReader | None, writer: asyncio.StreamWriter, refusal: Refused
     ) -> None:
         answer = {"ok": False, "code": refusal.code, "message": str(refusal), "fields": refusal.fields}
-        await self._send(peer, writer, encode_header(answer), b"")
+        await self._send(peer, writer, _Encoded(encode_header(answer)))
         if unread:
             await _discard(unread)
 
@@ -159,14 +169,15 @@ class Service:
                 "too-large", f"payload of {size} bytes, at most {limit} are accepted", {"size": size, "limit": limit}
             )
 
-    async def _handle(self, peer: str, body: dict[str, Any], payload: bytes, seconds: float) -> tuple[bytes, Buffer]:
-        """The encoded header and the payload of the answer."""
+    async def _handle(self, peer: str, body: dict[str, Any], payload: bytes, seconds: float) -> _Encoded:
         try:
             async with asyncio.timeout(seconds):
                 answer = await self.handler(peer, body, payload)
             reply = answer if isinstance(answer, Reply) else Reply(answer)
             size = memoryview(reply.payload).nbytes
-            return encode_header({"ok": True, "body": reply.body, "payload": size}), reply.payload
+            return _Encoded(
+                encode_header({"ok": True, "body": reply.body, "payload": size}), reply.payload, reply.urgent
+            )
         except Refused:
             raise
         except TimeoutError:
@@ -175,10 +186,12 @@ class Service:
             log.exception("handler failed", peer=peer, protocol=self.protocol)
             raise Refused("internal", "the request failed here; see this peer's log") from None
 
-    async def _send(self, peer: str, writer: asyncio.StreamWriter, header: bytes, payload: Buffer) -> None:
-        limits = self.admission.limits
-        async with asyncio.timeout(limits.payload_seconds(memoryview(payload).nbytes)):
-            await write_message(writer, header, payload, limits.idle_seconds, self.traffic.up(peer))
+    async def _send(self, peer: str, writer: asyncio.StreamWriter, answer: _Encoded) -> None:
+        limits, sent = self.admission.limits, self.traffic.up(peer, self.protocol, answer.urgent)
+        size = memoryview(answer.payload).nbytes
+        with sent.limiter.promise(size):
+            async with asyncio.timeout(limits.payload_seconds(size)) as sent.deadline:
+                await write_message(writer, answer.header, answer.payload, limits.idle_seconds, sent)
 
 
 def _parse_request(header: dict[str, Any]) -> tuple[dict[str, Any], int, float]:

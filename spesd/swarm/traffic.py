@@ -1,13 +1,22 @@
-"""Bytes through our own streams (headers and payloads), in total and for the peers met last."""
+"""Bytes through our own streams: caps, totals for the peers met last, and totals per day that outlive the process."""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import date
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from spesd.swarm.rate import Limiter
 
 MAX_PEERS = 1024
 """Peer ids cost nothing to make, so the table of peers is bounded; the totals count everybody."""
+
+KEPT_DAYS = 400
 
 
 @dataclass
@@ -23,19 +32,42 @@ class Count:
 
 
 @dataclass
+class StreamMeter:
+    """The meter of one direction of one stream. Time that it waits for our own cap is added to `deadline`, if set."""
+
+    limiter: Limiter
+    peer: str
+    protocol: str
+    urgent: bool
+    count: Callable[[int], None]
+    deadline: asyncio.Timeout | None = None
+
+    async def wait(self, size: int) -> None:
+        if self.limiter.rate is None:
+            return
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        await self.limiter.wait(size, (self.peer, self.protocol, self.urgent), self.urgent)
+        if self.deadline is not None and (until := self.deadline.when()) is not None:
+            self.deadline.reschedule(until + loop.time() - began)
+
+
+@dataclass
 class Traffic:
-    """Running totals since the start of the process."""
+    """Running totals since the start of the process, and the caps."""
 
     total: Count = field(default_factory=Count)
     peers: OrderedDict[str, Count] = field(default_factory=OrderedDict)
+    up_limit: Limiter = field(default_factory=lambda: Limiter(time.monotonic))
+    down_limit: Limiter = field(default_factory=lambda: Limiter(time.monotonic))
 
-    def up(self, peer: str) -> Callable[[int], None]:
-        """A function that counts bytes sent to `peer`."""
-        return lambda size: self._add(peer, size, 0)
+    def up(self, peer: str, protocol: str, urgent: bool) -> StreamMeter:
+        """The meter for bytes to `peer`. Streams of one peer, protocol and urgency share one turn."""
+        return StreamMeter(self.up_limit, peer, protocol, urgent, lambda size: self._add(peer, size, 0))
 
-    def down(self, peer: str) -> Callable[[int], None]:
-        """A function that counts bytes received from `peer`."""
-        return lambda size: self._add(peer, 0, size)
+    def down(self, peer: str, protocol: str, urgent: bool) -> StreamMeter:
+        """The meter for bytes from `peer`."""
+        return StreamMeter(self.down_limit, peer, protocol, urgent, lambda size: self._add(peer, 0, size))
 
     def _add(self, peer: str, up: int, down: int) -> None:
         self.total.add(up, down)
@@ -43,3 +75,37 @@ class Traffic:
         self.peers.move_to_end(peer)
         if len(self.peers) > MAX_PEERS:
             self.peers.popitem(last=False)
+
+
+class DayCount(BaseModel):
+    """Bytes of one day."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    up: int = Field(default=0, ge=0)
+    down: int = Field(default=0, ge=0)
+
+
+class TrafficLog(BaseModel):
+    """Bytes per day, by the local calendar: the one by which providers count. It is kept as JSON."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    days: dict[date, DayCount] = Field(default_factory=dict)
+
+    def add(self, day: date, up: int, down: int) -> None:
+        """Count bytes of `day`; days of long ago are forgotten."""
+        kept = self.days.setdefault(day, DayCount())
+        kept.up += up
+        kept.down += down
+        for old in sorted(self.days)[:-KEPT_DAYS]:
+            del self.days[old]
+
+    def day(self, day: date) -> DayCount:
+        """Bytes of one day."""
+        return self.days.get(day, DayCount())
+
+    def month(self, day: date) -> DayCount:
+        """Bytes of the calendar month in which `day` lies."""
+        there = [count for other, count in self.days.items() if (other.year, other.month) == (day.year, day.month)]
+        return DayCount(up=sum(count.up for count in there), down=sum(count.down for count in there))

@@ -20,7 +20,7 @@ from spesd.swarm.identity import Identity
 from spesd.swarm.p2pd import TransportConfig, launch, retire, with_fixed_ports
 from spesd.swarm.socket_files import remove_stale_sockets
 from spesd.swarm.streams import Admission, Handler, PayloadLimit, Reply, Service, StreamLimits
-from spesd.swarm.traffic import Traffic
+from spesd.swarm.traffic import StreamMeter, Traffic
 from spesd.swarm.wire import Buffer, WireError, encode_header, harden_hivemind, read_header, read_payload, write_message
 
 log = structlog.get_logger(__name__)
@@ -197,8 +197,11 @@ class Transport:
         *,
         timeout: float,
         max_reply: int = MAX_REPLY_BYTES,
+        urgent: bool = True,
     ) -> Reply:
         """Send one request and return its answer, whose payload is at most `max_reply` bytes.
+
+        Under a cap, what is `urgent` goes first; the wait for it is part of `timeout`.
 
         Raises PeerUnreachable, PeerTimeout, PeerRefused and PeerMisbehaved, each naming the peer; ValueError or
         TypeError when the body cannot be sent.
@@ -215,7 +218,13 @@ class Transport:
                 await self._ready.wait()
                 _, reader, writer = await self.p2p.call_binary_stream_handler(target, protocol)
                 with contextlib.closing(writer):
-                    return await self._exchange(peer_id, reader, writer, header, payload, max_reply)
+                    up = self.traffic.up(peer_id, protocol, urgent)
+                    sending = asyncio.create_task(self._send(writer, header, payload, up))
+                    try:  # a refusal may come before all is sent, so read at the same time
+                        return await self._receive(reader, self.traffic.down(peer_id, protocol, urgent), max_reply)
+                    finally:
+                        sending.cancel()
+                        await asyncio.gather(sending, return_exceptions=True)
         except TimeoutError as error:
             reason = str(error) or f"no answer within {timeout:.1f} s"
             raise PeerTimeout(peer_id, f"peer {peer_id} is too slow for {protocol}: {reason}") from None
@@ -226,28 +235,14 @@ class Transport:
                 raise PeerRefused(peer_id, "no-protocol", f"it does not serve {protocol}") from None
             raise PeerUnreachable(peer_id, f"peer {peer_id} unreachable for {protocol}: {_brief(error)}") from None
 
-    async def _exchange(
-        self,
-        peer: str,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        header: bytes,
-        payload: Buffer,
-        max_reply: int,
-    ) -> Reply:
-        idle = self._admission.limits.idle_seconds
-        sending = asyncio.create_task(self._send(peer, writer, header, payload, idle))
-        try:  # a refusal may come before all is sent, so read at the same time
-            answer = await read_header(reader, self.traffic.down(peer))
-            reply_body, size = _parse_reply(peer, answer, max_reply)
-            return Reply(reply_body, await read_payload(reader, size, idle, self.traffic.down(peer)))
-        finally:
-            sending.cancel()
-            await asyncio.gather(sending, return_exceptions=True)
+    async def _receive(self, reader: asyncio.StreamReader, received: StreamMeter, max_reply: int) -> Reply:
+        answer = await read_header(reader, received)
+        body, size = _parse_reply(received.peer, answer, max_reply)
+        return Reply(body, await read_payload(reader, size, self._admission.limits.idle_seconds, received))
 
-    async def _send(self, peer: str, writer: asyncio.StreamWriter, header: bytes, payload: Buffer, idle: float) -> None:
+    async def _send(self, writer: asyncio.StreamWriter, header: bytes, payload: Buffer, sent: StreamMeter) -> None:
         try:
-            await write_message(writer, header, payload, idle, self.traffic.up(peer))
+            await write_message(writer, header, payload, self._admission.limits.idle_seconds, sent)
         except (TimeoutError, OSError):
             writer.close()  # wakes the reader of the answer, which says what happened
 

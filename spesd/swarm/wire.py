@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import msgpack
 
 MAX_HEADER_BYTES = 256 << 10
 MAX_DEPTH = 8
-FRAME_BYTES = 256 << 10
+FRAME_BYTES = 64 << 10
 """A payload is written in frames of this size; each must go through within the idle deadline."""
 
 MAX_DHT_RECORDS = 8192
@@ -23,8 +22,18 @@ _DICTIONARY_EXT = 0x50
 _PREFIX_BYTES = 4
 
 Buffer = bytes | bytearray | memoryview
-Count = Callable[[int], None]
-"""Told how many more bytes went through."""
+
+
+class Meter(Protocol):
+    """Asked before bytes pass, told when they have: caps and counts one direction of one stream."""
+
+    async def wait(self, size: int) -> None:
+        """Return when `size` more bytes may pass."""
+        ...
+
+    def count(self, size: int) -> None:
+        """So many bytes have passed."""
+        ...
 
 
 class WireError(ValueError):
@@ -86,53 +95,61 @@ def encode_header(header: dict[str, Any]) -> bytes:
     return len(packed).to_bytes(_PREFIX_BYTES, "big") + packed
 
 
-async def write_message(writer: asyncio.StreamWriter, header: bytes, payload: Buffer, idle: float, sent: Count) -> None:
-    """Write an encoded header and a payload; `sent` is told the bytes handed over.
+async def write_message(writer: asyncio.StreamWriter, header: bytes, payload: Buffer, idle: float, sent: Meter) -> None:
+    """Write an encoded header and a payload, as fast as `sent` allows.
 
-    `idle` is the most seconds that one frame may take. Raises TimeoutError and ConnectionError.
+    `idle` is the most seconds that one frame may take once it may go. Raises TimeoutError and ConnectionError.
     """
     frame: Buffer = header
     view = memoryview(payload).cast("B")
     for end in range(0, len(view) + FRAME_BYTES, FRAME_BYTES):
         if end:
             frame = view[end - FRAME_BYTES : end]
+        await sent.wait(len(frame))
         writer.write(frame)
         async with asyncio.timeout(idle):
             await writer.drain()
-        sent(len(frame))
+        sent.count(len(frame))
 
 
-async def read_header(reader: asyncio.StreamReader, received: Count) -> dict[str, Any]:
-    """Read a message's header; `received` is told the bytes that came. The caller sets the deadline.
+async def read_header(reader: asyncio.StreamReader, received: Meter) -> dict[str, Any]:
+    """Read a message's header. The caller sets the deadline.
 
     Raises WireError, asyncio.IncompleteReadError and ConnectionError.
     """
     size = int.from_bytes(await reader.readexactly(_PREFIX_BYTES), "big")
-    received(_PREFIX_BYTES)
+    received.count(_PREFIX_BYTES)
     if not 0 < size <= MAX_HEADER_BYTES:
         raise WireError(f"header length {size} is not in 1..{MAX_HEADER_BYTES}")
+    await received.wait(_PREFIX_BYTES + size)
     header = unpack(await reader.readexactly(size), MAX_HEADER_BYTES)
-    received(size)
+    received.count(size)
     if not isinstance(header, dict):
         raise WireError(f"header is a {type(header).__name__}, not a map")
     return header
 
 
-async def read_payload(reader: asyncio.StreamReader, size: int, idle: float, received: Count) -> bytes:
-    """Read `size` raw bytes, already checked by the caller. Memory grows with what has arrived, not with the promise.
+async def read_payload(reader: asyncio.StreamReader, size: int, idle: float, received: Meter) -> bytes:
+    """Read `size` raw bytes, already checked by the caller, as fast as `received` allows.
 
-    `idle` is the most seconds without a byte. Raises TimeoutError, asyncio.IncompleteReadError and ConnectionError.
+    Memory grows with what has arrived, not with the promise. `idle` is the most seconds without a byte. Raises
+    TimeoutError, asyncio.IncompleteReadError and ConnectionError.
     """
     payload = bytearray()
+    allowed = 0
     while len(payload) < size:
+        if len(payload) == allowed:
+            more = min(FRAME_BYTES, size - allowed)
+            await received.wait(more)
+            allowed += more
         try:
             async with asyncio.timeout(idle):
-                frame = await reader.read(min(FRAME_BYTES, size - len(payload)))
+                frame = await reader.read(allowed - len(payload))
         except TimeoutError:
             raise TimeoutError(f"no byte for {idle:.1f} s, {size - len(payload)} still to come") from None
         if not frame:
             raise asyncio.IncompleteReadError(b"", size - len(payload))
-        received(len(frame))
+        received.count(len(frame))
         payload += frame
     return bytes(payload)
 

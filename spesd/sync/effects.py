@@ -76,7 +76,7 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Get a blob of exactly `size` bytes from one of `sources`, best first: `on_fetched`."""
+    """Get a blob of exactly `size` bytes from `sources`, of which some may lack it: `on_fetched`."""
 
     unit: UnitId
     blob: str

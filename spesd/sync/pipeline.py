@@ -17,6 +17,10 @@ from spesd.sync.ledger import Entry, Head, PeerId, UnitId
 from spesd.sync.packet import max_size
 from spesd.sync.work import OwnWork
 
+HELPERS = 3
+"""Live peers, drawn at random, that are asked for a blob beside those who are known to have it: they fetch it too, and
+serve what they have of it, so that nobody's uplink carries it to all."""
+
 
 @dataclass(frozen=True, slots=True)
 class TakeState:
@@ -55,9 +59,13 @@ class Pipeline:
         return unit in self._ways and self._ways[unit].applying
 
     def go(self, unit: UnitId, steps: Sequence[Step], sources: Sequence[PeerId]) -> None:
-        """Take `steps` one after the other; `sources` serve their blobs, best first."""
+        """Take `steps` one after the other; `sources` may serve their blobs."""
         if unit not in self._ways and steps:
-            self._ways[unit] = _Way(deque(steps), tuple(dict.fromkeys(s for s in sources if s != self._context.me)))
+            context = self._context
+            live = sorted(context.live)
+            helpers = context.random.sample(live, min(HELPERS, len(live)))
+            distinct = dict.fromkeys(peer for peer in (*sources, *helpers) if peer != context.me)
+            self._ways[unit] = _Way(deque(steps), tuple(distinct))
             self._fetch(unit)
 
     def commit_own(self, entry: Entry) -> bool:

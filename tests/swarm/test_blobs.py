@@ -5,21 +5,30 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from blake3 import blake3
 from swarm_harness import RUN, StartTransport, eventually
 
-from spesd.swarm import download
+from spesd.swarm import chunks
 from spesd.swarm.blob_store import BlobStore
-from spesd.swarm.blobs import BlobExchange, Lookup
-from spesd.swarm.download import CHUNK_BYTES
-from spesd.swarm.errors import BlobMissing, BlobUnavailable, PeerRefused
+from spesd.swarm.blobs import BlobExchange
+from spesd.swarm.chunks import CHUNK_BYTES, chunk_hash
+from spesd.swarm.errors import BlobMissing, BlobUnavailable, PeerRefused, Refused
+from spesd.swarm.streams import Reply
 from spesd.swarm.transport import Transport, protocol_name
 
-DATA = os.urandom(6 * CHUNK_BYTES + 12345)
+CHUNKS = 25
+DATA = os.urandom((CHUNKS - 1) * CHUNK_BYTES + 12345)
 HASH = blake3(DATA).hexdigest()
+BLOB = protocol_name(RUN, "blob")
+
+Before = Callable[[dict[str, Any]], Reply | None]
+"""Sees each request, and may answer it otherwise."""
 
 
 def test_a_blob_comes_back_and_can_be_removed(tmp_path: Path) -> None:
@@ -65,51 +74,112 @@ def test_a_write_that_fails_or_is_killed_leaves_nothing(tmp_path: Path, monkeypa
 
 
 class Peer:
-    """A transport with a store."""
+    """A transport with a store, and a count of the chunks that it was asked for, by offset."""
 
-    def __init__(self, transport: Transport, folder: Path, lookup: Lookup | None) -> None:
+    def __init__(self, transport: Transport, folder: Path) -> None:
         self.transport = transport
         self.store = BlobStore(folder)
-        self.exchange = BlobExchange(transport, self.store, RUN, lookup)
+        self.exchange = BlobExchange(transport, self.store, RUN)
         self.id = transport.peer_id
+        self.asked: Counter[int] = Counter()
+        self.before: Before = lambda body: None
 
     @classmethod
-    async def start(
-        cls, start_transport: StartTransport, folder: Path, data: bytes = b"", lookup: Lookup | None = None
-    ) -> Peer:
-        peer = cls(await start_transport(), folder, lookup)
-        if data:  # perhaps not the bytes that the hash promises
-            path = peer.store.path(HASH)
-            path.parent.mkdir()
-            path.write_bytes(data)
-        await peer.exchange.serve()
+    async def start(cls, start_transport: StartTransport, folder: Path, data: bytes = b"") -> Peer:
+        peer = cls(await start_transport(), folder)
+        if data:
+            peer.store.put(data)
+        await peer.transport.serve(BLOB, peer.answer)
         return peer
 
+    async def answer(self, caller: str, body: dict[str, Any], payload: bytes) -> Reply:
+        if "offset" in body:
+            self.asked[body["offset"]] += 1
+        return self.before(body) or await self.exchange._server.answer(caller, body, payload)
 
-def lie(chunk: int) -> bytes:
-    return DATA[: chunk * CHUNK_BYTES] + b"wrong" + DATA[chunk * CHUNK_BYTES + 5 :]
+    def lie(self, data: bytes) -> None:
+        """Serve `data` under every name, with a chunk list that fits it."""
+
+        def before(body: dict[str, Any]) -> Reply:
+            if "offset" not in body:
+                pieces = [data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES)]
+                return Reply({"size": len(data)}, b"".join(map(chunk_hash, pieces)))
+            return Reply({}, data[body["offset"] :][: body["length"]])
+
+        self.before = before
 
 
-async def test_three_sources_one_lying_one_dying(start_transport: StartTransport, tmp_path: Path) -> None:
+def with_wrong_chunk(index: int) -> bytes:
+    return DATA[: index * CHUNK_BYTES] + b"wrong" + DATA[index * CHUNK_BYTES + 5 :]
+
+
+async def fetch(me: Peer, *sources: Peer, timeout: float = 60, **options: Any) -> None:
+    await me.exchange.fetch(HASH, [source.id for source in sources], timeout=timeout, size=len(DATA), **options)
+    assert me.store.get(HASH) == DATA
+    assert not me.store.partial_path(HASH).exists()
+
+
+async def test_two_sources_share_the_work_and_no_chunk_comes_twice(
+    start_transport: StartTransport, tmp_path: Path
+) -> None:
+    me = await Peer.start(start_transport, tmp_path / "me")
+    sources = [await Peer.start(start_transport, tmp_path / name, DATA) for name in ("one", "other")]
+    gate = asyncio.Barrier(2)
+
+    async def slowly(caller: str, body: dict[str, Any], payload: bytes, peer: Peer) -> Reply:
+        """Both sources are equally fast: each waits for the other before it answers."""
+        if "offset" in body and sum(map(len, (source.asked for source in sources))) < CHUNKS - 8:
+            async with asyncio.timeout(10):
+                await gate.wait()
+        return await peer.answer(caller, body, payload)
+
+    for peer in sources:
+        await peer.transport.serve(BLOB, lambda *request, peer=peer: slowly(*request, peer))
+    await fetch(me, *sources)
+    counts = [source.asked.total() for source in sources]
+    assert sum(counts) == CHUNKS and min(counts) >= 0.4 * CHUNKS
+    assert me.transport.traffic.total.down < len(DATA) + 20_000
+
+
+async def test_one_source_lying_one_dying(start_transport: StartTransport, tmp_path: Path) -> None:
     me = await Peer.start(start_transport, tmp_path / "me")
     good = await Peer.start(start_transport, tmp_path / "good", DATA)
-    liar = await Peer.start(
-        start_transport, tmp_path / "liar", b"".join(bytes(CHUNK_BYTES) for _ in range(6)) + b"x" * 12345
-    )
+    liar = await Peer.start(start_transport, tmp_path / "liar", DATA)
+    dying = await Peer.start(start_transport, tmp_path / "dying", DATA)
 
-    def die(hash: str) -> None:
-        os.kill(dying.transport.p2pd_pid, signal.SIGKILL)
+    def send_rubbish(body: dict[str, Any]) -> Reply | None:
+        return Reply({}, bytes(body["length"])) if "offset" in body else None
 
-    dying = await Peer.start(start_transport, tmp_path / "dying", DATA, die)
-    path = await me.exchange.fetch(HASH, [dying.id, liar.id, good.id], timeout=60, size=len(DATA))
-    assert path == me.store.path(HASH) and me.store.get(HASH) == DATA
+    def die(body: dict[str, Any]) -> None:
+        if dying.asked.total() == 3:
+            os.kill(dying.transport.p2pd_pid, signal.SIGKILL)
+
+    liar.before, dying.before = send_rubbish, die
+    await fetch(me, dying, liar, good)
     assert me.exchange.liars == {liar.id}
-    assert list((tmp_path / "me" / "partial").iterdir()) == []
+
+
+async def test_a_false_chunk_list_is_found_out_and_costs_only_the_chunks_that_differ(
+    start_transport: StartTransport, tmp_path: Path
+) -> None:
+    me = await Peer.start(start_transport, tmp_path / "me")
+    liars = [await Peer.start(start_transport, tmp_path / f"liar {number}", DATA) for number in range(2)]
+    good = await Peer.start(start_transport, tmp_path / "good", DATA)
+    for liar in liars:
+        liar.lie(with_wrong_chunk(2))
+    await fetch(me, *liars, good)  # the liars are in the majority
+    assert me.exchange.liars == {liar.id for liar in liars}
+    assert good.asked == {2 * CHUNK_BYTES: 1}
+    assert me.transport.traffic.total.down < len(DATA) + CHUNK_BYTES + 20_000
+    me.store.remove(HASH)
+    await fetch(me, *liars, good)  # who is known for a lie is not believed before others
+    assert me.transport.traffic.total.down < 2 * len(DATA) + CHUNK_BYTES + 40_000
 
 
 async def test_a_lone_liar_is_named(start_transport: StartTransport, tmp_path: Path) -> None:
     me = await Peer.start(start_transport, tmp_path / "me")
-    liar = await Peer.start(start_transport, tmp_path / "liar", lie(2))
+    liar = await Peer.start(start_transport, tmp_path / "liar")
+    liar.lie(with_wrong_chunk(2))
     empty = await Peer.start(start_transport, tmp_path / "empty")
     with pytest.raises(BlobUnavailable, match="no source delivered it") as caught:
         await me.exchange.fetch(HASH, [liar.id, empty.id], timeout=60)
@@ -117,90 +187,108 @@ async def test_a_lone_liar_is_named(start_transport: StartTransport, tmp_path: P
     assert not me.store.has(HASH) and me.exchange.liars == {liar.id}
 
 
-async def test_a_prefix_from_a_liar_does_not_spoil_the_next_source(
-    start_transport: StartTransport, tmp_path: Path
-) -> None:
-    me = await Peer.start(start_transport, tmp_path / "me")
-    served: list[str] = []
-
-    def lie_and_leave(hash: str) -> bytes | None:
-        served.append(hash)
-        return bytes(len(DATA)) if len(served) <= 3 else None
-
-    liar = await Peer.start(start_transport, tmp_path / "liar", lookup=lie_and_leave)
-    good = await Peer.start(start_transport, tmp_path / "good", DATA)
-    me.exchange.liars |= {liar.id, good.id}  # so that each is asked alone
-    await me.exchange.fetch(HASH, [liar.id, good.id], timeout=60, size=len(DATA))
-    assert len(served) > 3 and me.store.get(HASH) == DATA
-
-
 async def test_lies_about_the_size_are_survived(start_transport: StartTransport, tmp_path: Path) -> None:
     me = await Peer.start(start_transport, tmp_path / "me")
-    longer = await Peer.start(start_transport, tmp_path / "longer", DATA + b"more")
+    longer = await Peer.start(start_transport, tmp_path / "longer")
+    longer.lie(DATA + b"more")
     good = await Peer.start(start_transport, tmp_path / "good", DATA)
+    with pytest.raises(BlobUnavailable, match=f"exactly {len(DATA)}"):
+        await fetch(me, longer)
+    with pytest.raises(BlobUnavailable, match="another hash"):
+        await me.exchange.fetch(HASH, [longer.id], timeout=60)
+    assert me.exchange.liars == {longer.id}
     await me.exchange.fetch(HASH, [longer.id, good.id], timeout=60)
-    assert me.store.get(HASH) == DATA and longer.id in me.exchange.liars
+    assert me.store.get(HASH) == DATA
     me.store.remove(HASH)
-    with pytest.raises(BlobUnavailable, match="at most 1000"):
-        await me.exchange.fetch(HASH, [good.id], timeout=60, max_size=1000)
+    for most, complaint in ((len(DATA) - 1, f"at most {len(DATA) - 1}"), (1000, "at most 32 were asked for")):
+        with pytest.raises(BlobUnavailable, match=complaint):
+            await me.exchange.fetch(HASH, [good.id], timeout=60, max_size=most)
 
 
-async def test_a_download_resumes_where_it_was_cut(start_transport: StartTransport, tmp_path: Path) -> None:
+async def test_a_download_resumes_with_the_chunks_that_lack(start_transport: StartTransport, tmp_path: Path) -> None:
     me = await Peer.start(start_transport, tmp_path / "me")
     good = await Peer.start(start_transport, tmp_path / "good", DATA)
-    me.store.partial_path(HASH).write_bytes(DATA[: 4 * CHUNK_BYTES + 77])
-    await me.exchange.fetch(HASH, [good.id], timeout=60, size=len(DATA))
-    assert me.store.get(HASH) == DATA
-    assert me.transport.traffic.total.down < 2.1 * CHUNK_BYTES
+
+    def leave_half(body: dict[str, Any]) -> None:
+        if good.asked.total() > CHUNKS // 2:
+            raise Refused("not-found", "gone")
+
+    good.before = leave_half
+    with pytest.raises(BlobUnavailable, match="gone"):
+        await fetch(me, good)
+    good.before = lambda body: None
+    first, good.asked = good.asked, Counter()
+    again = Peer(me.transport, tmp_path / "me")  # a restart: nothing is known but what lies on disk
+    await fetch(again, good)
+    assert sum(good.asked.values()) == CHUNKS - CHUNKS // 2
+    assert sum((first & good.asked).values()) == first.total() - CHUNKS // 2  # only those that were refused
     # a partial file of other bytes costs one more download, not the blob
     me.store.remove(HASH)
     me.store.partial_path(HASH).write_bytes(bytes(CHUNK_BYTES))
-    await me.exchange.fetch(HASH, [good.id], timeout=60, size=len(DATA))
-    assert me.store.get(HASH) == DATA and me.exchange.liars == set()
+    await fetch(me, good)
+    assert me.exchange.liars == set()
+
+
+async def test_peers_that_fetch_at_once_give_their_chunks_to_each_other(
+    start_transport: StartTransport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "HEDGE_SECONDS", 60.0)
+    donor = await Peer.start(start_transport, tmp_path / "donor", DATA)
+    pupils = [await Peer.start(start_transport, tmp_path / f"pupil {number}") for number in range(2)]
+    given: set[int] = set()
+
+    def give_once(body: dict[str, Any]) -> None:
+        if body.get("offset") in given:
+            raise Refused("busy", "ask somebody else")
+        given.update({body["offset"]} if "offset" in body else ())
+
+    donor.before = give_once
+    await asyncio.gather(*(fetch(pupil, donor, *pupils) for pupil in pupils))
+    assert donor.transport.traffic.total.up < 1.1 * len(DATA)
 
 
 async def test_fetches_of_one_blob_share_a_download(start_transport: StartTransport, tmp_path: Path) -> None:
     me = await Peer.start(start_transport, tmp_path / "me")
     good = await Peer.start(start_transport, tmp_path / "good", DATA)
-    fetches = [me.exchange.fetch(HASH, [good.id], timeout=60, size=len(DATA)) for _ in range(5)]
-    assert set(await asyncio.gather(*fetches)) == {me.store.path(HASH)}
-    assert me.transport.traffic.total.down < len(DATA) + 10_000
+    await asyncio.gather(*(fetch(me, good) for _ in range(5)))
+    assert me.transport.traffic.total.down < len(DATA) + 20_000
 
 
-async def test_a_joined_fetch_falls_back_to_its_own_sources(start_transport: StartTransport, tmp_path: Path) -> None:
+async def test_a_joined_fetch_brings_its_own_sources(start_transport: StartTransport, tmp_path: Path) -> None:
     me = await Peer.start(start_transport, tmp_path / "me")
-    empty = await Peer.start(start_transport, tmp_path / "empty")
+    silent = await Peer.start(start_transport, tmp_path / "silent")
     good = await Peer.start(start_transport, tmp_path / "good", DATA)
-    first, second = await asyncio.gather(
-        me.exchange.fetch(HASH, [empty.id], timeout=60, size=len(DATA)),
-        me.exchange.fetch(HASH, [good.id], timeout=60, size=len(DATA)),
-        return_exceptions=True,
-    )
-    assert isinstance(first, BlobUnavailable) and second == me.store.path(HASH)
+
+    async def hang(*_: object) -> Reply:
+        await asyncio.Event().wait()
+        return Reply()
+
+    await silent.transport.serve(BLOB, hang)
+    await asyncio.gather(fetch(me, silent), fetch(me, good))
 
 
 async def test_a_silent_source_is_named_at_the_deadline_and_hedged(
     start_transport: StartTransport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(download, "HEDGE_SECONDS", 0.1)
+    monkeypatch.setattr(chunks, "HEDGE_SECONDS", 0.1)
     me = await Peer.start(start_transport, tmp_path / "me")
-    silent, asked = await start_transport(), asyncio.Event()
+    silent, asked = await Peer.start(start_transport, tmp_path / "silent", DATA), asyncio.Event()
     empty = await Peer.start(start_transport, tmp_path / "empty")
 
-    async def hang(peer: str, body: dict[str, object], payload: bytes) -> dict[str, object]:
-        asked.set()
-        await asyncio.Event().wait()
-        return {}
+    async def hang(caller: str, body: dict[str, Any], payload: bytes) -> Reply:
+        if "offset" in body:
+            asked.set()
+            await asyncio.Event().wait()
+        return await silent.answer(caller, body, payload)
 
-    await silent.serve(protocol_name(RUN, "blob"), hang)
+    await silent.transport.serve(BLOB, hang)
     with pytest.raises(BlobUnavailable, match="not complete after") as caught:
-        await me.exchange.fetch(HASH, [silent.peer_id, empty.id], timeout=1, size=len(DATA))
-    assert caught.value.reasons[silent.peer_id] == "still waited for"
+        await fetch(me, silent, empty, timeout=3)
+    assert caught.value.reasons[silent.id] == "still waited for"
     assert "not-found" in caught.value.reasons[empty.id]
     assert asked.is_set() and me.exchange._fetches == {}
     good = await Peer.start(start_transport, tmp_path / "good", DATA)
-    await me.exchange.fetch(HASH, [silent.peer_id, good.id], timeout=20, size=len(DATA))
-    assert me.store.get(HASH) == DATA
+    await fetch(me, silent, good, timeout=20)
 
 
 async def test_a_cancelled_fetch_ends_its_download_and_can_be_taken_up(
@@ -208,31 +296,56 @@ async def test_a_cancelled_fetch_ends_its_download_and_can_be_taken_up(
 ) -> None:
     me = await Peer.start(start_transport, tmp_path / "me")
     good = await Peer.start(start_transport, tmp_path / "good", DATA)
-    fetch = asyncio.create_task(me.exchange.fetch(HASH, [good.id], timeout=60, size=len(DATA)))
+    cancelled = asyncio.create_task(fetch(me, good))
 
     async def begun() -> bool:
-        return me.store.partial_path(HASH).exists() or fetch.done()
+        return me.store.partial_path(HASH).exists() or cancelled.done()
 
     await eventually(begun)
-    fetch.cancel()
-    again = asyncio.create_task(me.exchange.fetch(HASH, [good.id], timeout=60, size=len(DATA)))
-    await asyncio.gather(fetch, return_exceptions=True)
+    cancelled.cancel()
+    again = asyncio.create_task(fetch(me, good))
+    await asyncio.gather(cancelled, return_exceptions=True)
     await again
-    assert me.store.get(HASH) == DATA
 
 
-async def test_blobs_from_elsewhere_and_bad_requests(start_transport: StartTransport, tmp_path: Path) -> None:
+async def test_a_capped_source_is_busy_and_is_asked_again(start_transport: StartTransport, tmp_path: Path) -> None:
     me = await Peer.start(start_transport, tmp_path / "me")
-    small = b"a manifest"
-    hash = blake3(small).hexdigest()
-    server = await Peer.start(start_transport, tmp_path / "server", lookup={hash: small}.get)
-    assert (await me.exchange.fetch(hash, [server.id], timeout=20)).read_bytes() == small
-    name = protocol_name(RUN, "blob")
+    good = await Peer.start(start_transport, tmp_path / "good", DATA)
+    refusals = iter(range(12))
+
+    def busy(body: dict[str, Any]) -> None:
+        if "offset" in body and next(refusals, None) is not None:
+            raise Refused("busy", "later")
+
+    good.before = busy
+    await fetch(me, good)
+    assert next(refusals, None) is None
+
+
+async def test_small_and_empty_blobs_and_bad_requests(start_transport: StartTransport, tmp_path: Path) -> None:
+    me = await Peer.start(start_transport, tmp_path / "me")
+    server = await Peer.start(start_transport, tmp_path / "server")
+    for data in (b"a manifest", b"", bytes(CHUNK_BYTES), bytes(CHUNK_BYTES + 1)):
+        path = await me.exchange.fetch(server.store.put(data), [server.id], timeout=20)
+        assert path.read_bytes() == data
+    hash = server.store.put(b"a manifest")
     for body in (
         {},
-        {"hash": "../x", "offset": 0, "length": 1},
-        {"hash": hash, "offset": -1, "length": 1},
-        {"hash": hash, "offset": 0, "length": CHUNK_BYTES + 1},
+        {"hash": "../x"},
+        {"hash": hash, "offset": 0},
+        {"hash": "../x", "offset": 0, "length": 1, "urgent": True},
+        {"hash": hash, "offset": -1, "length": 1, "urgent": True},
+        {"hash": hash, "offset": 1, "length": 1, "urgent": True},
+        {"hash": hash, "offset": 0, "length": CHUNK_BYTES + 1, "urgent": True},
     ):
         with pytest.raises(PeerRefused, match="bad-request"):
-            await me.transport.request(server.id, name, body, timeout=10)
+            await me.transport.request(server.id, BLOB, body, timeout=10)
+
+
+async def test_a_blob_that_was_damaged_on_disk_is_not_offered(start_transport: StartTransport, tmp_path: Path) -> None:
+    me = await Peer.start(start_transport, tmp_path / "me")
+    server = await Peer.start(start_transport, tmp_path / "server", DATA)
+    server.store.path(HASH).write_bytes(with_wrong_chunk(3))
+    with pytest.raises(BlobUnavailable, match="damaged"):
+        await fetch(me, server)
+    assert me.exchange.liars == set() and not server.store.has(HASH)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spesd.swarm.traffic import Traffic
 from spesd.swarm.wire import MAX_DEPTH, WireError, pack, read_header, read_payload, unpack
 
 scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text()
@@ -69,11 +70,11 @@ async def test_a_short_stream_is_an_end_of_file_and_a_long_header_an_error() -> 
     reader = asyncio.StreamReader()
     reader.feed_data((1 << 30).to_bytes(4, "big"))
     with pytest.raises(WireError, match="header length 1073741824"):
-        await read_header(reader, [].append)
+        await read_header(reader, Traffic().down("peer", "protocol", True))
     reader.feed_data(b"1234")
     reader.feed_eof()
     with pytest.raises(asyncio.IncompleteReadError):
-        await read_payload(reader, 1 << 40, 5, [].append)
+        await read_payload(reader, 1 << 40, 5, Traffic().down("peer", "protocol", True))
 
 
 HOSTILE_VALUE = """
