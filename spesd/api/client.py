@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from spesd.api.schema import Answer, Error, Experts, Losses, Peers, Rounds, Status, Stop
+from spesd.api.schema import Answer, Error, Experts, LimitChange, Limits, Losses, Peers, Rounds, Status, Stop
 from spesd.api.socket_path import find_socket_path
 from spesd.config.errors import ExitCode, ExpectedError
 
@@ -57,17 +57,21 @@ class Client:
     def loss(self) -> Losses:
         return self._ask("GET", "loss", Losses)
 
+    def limit(self, change: LimitChange) -> Limits:
+        """Change the caps on traffic; those that were not set in `change` stay."""
+        return self._ask("POST", "limit", Limits, change.model_dump_json(exclude_unset=True))
+
     def stop(self) -> Stop:
         """Ask the daemon to drain and exit; returns at once."""
         return self._ask("POST", "stop", Stop)
 
-    def _ask(self, method: str, name: str, answer: type[A]) -> A:
+    def _ask(self, method: str, name: str, answer: type[A], question: str | None = None) -> A:
         path = find_socket_path(self.state_dir)
         if path is None:
             raise NotRunning(self.state_dir)
         connection = _UnixConnection(path, self.timeout)
         try:
-            connection.request(method, f"/v1/{name}")
+            connection.request(method, f"/v1/{name}", question)
             response = connection.getresponse()
             body = response.read(MAX_ANSWER_BYTES + 1)
         except (FileNotFoundError, ConnectionRefusedError):

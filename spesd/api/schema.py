@@ -9,6 +9,8 @@ from enum import StrEnum
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from spesd.config.peer import LEAST_MBIT
+
 SCHEMA_VERSION = 1
 
 
@@ -139,11 +141,35 @@ class UnitStatus(Answer):
     history: tuple[UnitVersion, ...] = ()
 
 
-class Traffic(Answer):
-    """Bytes through our own streams since the daemon started."""
+class Transferred(Answer):
+    """Bytes through our own streams in some time."""
 
     up_bytes: int = 0
     down_bytes: int = 0
+
+
+class Limits(Answer):
+    """`POST /v1/limit`: caps on all streams together, as they are from now on; null is no cap."""
+
+    up_mbit: float | None = None
+    down_mbit: float | None = None
+
+
+class LimitChange(BaseModel):
+    """Body of `POST /v1/limit`: caps that are given change, null lifts one. They hold until the daemon ends."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    up_mbit: float | None = Field(default=None, ge=LEAST_MBIT)
+    down_mbit: float | None = Field(default=None, ge=LEAST_MBIT)
+
+
+class Traffic(Transferred):
+    """Bytes since the daemon started, and of this day and month over all its lives, by the local calendar."""
+
+    today: Transferred = Transferred()
+    month: Transferred = Transferred()
+    limits: Limits = Limits()
 
 
 class Status(Answer):
@@ -236,5 +262,5 @@ class Stop(Answer):
 class Error(Answer):
     """Body of every answer that is not 200."""
 
-    error: str = Field(description="not-found, method-not-allowed, forbidden, not-ready or internal")
+    error: str = Field(description="bad-request, not-found, method-not-allowed, forbidden, not-ready or internal")
     detail: str = ""

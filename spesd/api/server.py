@@ -9,8 +9,9 @@ from typing import Protocol
 
 import structlog
 from aiohttp import web
+from pydantic import ValidationError
 
-from spesd.api.schema import Answer, Error, Experts, Losses, Peers, Rounds, Status, Stop
+from spesd.api.schema import Answer, Error, Experts, LimitChange, Limits, Losses, Peers, Rounds, Status, Stop
 from spesd.api.socket_path import create_socket_path, peer_uid, remove_socket
 
 MAX_REQUEST_BYTES = 4096
@@ -32,6 +33,7 @@ class Provider(Protocol):
     def experts(self) -> Experts: ...
     def rounds(self) -> Rounds: ...
     def loss(self) -> Losses: ...
+    def limit(self, change: LimitChange) -> Limits: ...
     def stop(self) -> Stop: ...
 
 
@@ -66,6 +68,7 @@ def build_app(provider: Provider) -> web.Application:
     app = web.Application(middlewares=[_json_errors, _own_user_only], client_max_size=MAX_REQUEST_BYTES)
     for name in ("status", "peers", "experts", "rounds", "loss"):
         app.router.add_get(f"/v1/{name}", _answering(getattr(provider, name)))
+    app.router.add_post("/v1/limit", _limiting(provider))
     app.router.add_post("/v1/stop", _answering(provider.stop))
     return app
 
@@ -73,6 +76,20 @@ def build_app(provider: Provider) -> web.Application:
 def _answering(method: Callable[[], Answer]) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         return _json(method(), 200)
+
+    return handle
+
+
+def _limiting(provider: Provider) -> Handler:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        try:
+            change = LimitChange.model_validate_json(await request.read())
+        except ValidationError as error:
+            wrong = "; ".join(
+                f"{'.'.join(map(str, entry['loc'])) or 'body'}: {entry['msg']}" for entry in error.errors()
+            )
+            return _json(Error(error="bad-request", detail=wrong), 400)
+        return _json(provider.limit(change), 200)
 
     return handle
 

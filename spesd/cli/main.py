@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from spesd.cli import data, demo, experts, loss, peers, rounds, sample, start, status, stop, version
+from spesd.cli import data, demo, experts, limit, loss, peers, rounds, sample, start, status, stop, version
 from spesd.cli.console import talk
 from spesd.config.errors import ExpectedError
 
@@ -26,6 +26,7 @@ app.command()(experts.experts)
 app.command()(rounds.rounds)
 app.command()(loss.loss)
 app.command()(sample.sample)
+app.command()(limit.limit)
 app.command()(stop.stop)
 app.command()(demo.demo)
 app.command()(version.version)

@@ -30,6 +30,8 @@ def start(
     listen: Annotated[list[str] | None, typer.Option(help="Multiaddr to listen on; repeatable.")] = None,
     announce: Annotated[list[str] | None, typer.Option(help="Multiaddr told to others; repeatable.")] = None,
     max_tokens_per_second: Annotated[float | None, typer.Option(help="Train no faster than this.")] = None,
+    up_mbit: Annotated[float | None, typer.Option(help="Send no faster than this, Mbit/s.")] = None,
+    down_mbit: Annotated[float | None, typer.Option(help="Receive no faster than this, Mbit/s.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
     log_format: Annotated[str | None, typer.Option(help="auto, human or json.")] = None,
     detach: Annotated[bool, typer.Option("--detach", help="Go on in the background once ready.")] = False,

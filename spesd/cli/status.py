@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from spesd.api.headline import headline
-from spesd.api.schema import Status
+from spesd.api.schema import Status, Traffic
 from spesd.cli.console import amount, console, duration, number, print_json
+from spesd.cli.limit import caps
 from spesd.cli.options import ConfigFile, Json, StateDir, Timeout, client_for
 
 if TYPE_CHECKING:
@@ -62,11 +63,18 @@ def facts(answer: Status) -> dict[str, str]:
         "speed": f"{trainer.tokens_per_second:.0f} tokens/s, {share:.1f} % of the time spent on rounds",
         "loss": f"{number(trainer.loss)} in training, {held_out} held out",
         "trains": ", ".join(answer.owned) or "–",
-        "traffic": f"{amount(answer.traffic.up_bytes)} up, {amount(answer.traffic.down_bytes)} down",
+        "traffic": _traffic(answer.traffic),
         "peers": f"{answer.peers_live} live",
         "daemon": f"spesd {answer.version}, pid {answer.pid}, up {duration(answer.uptime_s)}",
         "to join": answer.join or "–",
     }
+
+
+def _traffic(traffic: Traffic) -> str:
+    parts = {"since the start": traffic, "today": traffic.today, "this month": traffic.month}
+    texts = [f"{amount(part.up_bytes)} up, {amount(part.down_bytes)} down {name}" for name, part in parts.items()]
+    capped = traffic.limits.up_mbit or traffic.limits.down_mbit
+    return " · ".join([*texts, *([caps(traffic.limits)] if capped else [])])
 
 
 def _watch(ask: Callable[[], Status], json: bool, interval: float) -> None:

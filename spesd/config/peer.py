@@ -26,6 +26,9 @@ CONFIG_VARIABLE = "SPESD_CONFIG"
 BUDGET = ("train_experts", "memory_gib")
 """Two ways to say the same thing: giving one overrides the other where that comes from a lower layer."""
 
+LEAST_MBIT = 0.1
+"""A smaller cap would not let a round's messages through in time."""
+
 LIST_FIELDS = ("join", "listen", "announce")
 PATH_FIELDS = ("state_dir", "manifest")
 
@@ -60,6 +63,8 @@ class PeerConfig(BaseModel):
         default=None, gt=0, description="memory for weights and optimizer, GiB: gives the number of experts"
     )
     max_tokens_per_second: float | None = Field(default=None, gt=0, description="training is slowed to this speed")
+    up_mbit: float | None = Field(default=None, ge=LEAST_MBIT, description="cap on what is sent, Mbit/s")
+    down_mbit: float | None = Field(default=None, ge=LEAST_MBIT, description="cap on what is received, Mbit/s")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="least severity of the log lines that are written"
     )

@@ -8,12 +8,26 @@ import random
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from datetime import date
 
 import structlog
 
 from spesd import __version__
 from spesd.api.headline import ready_line
-from spesd.api.schema import Experts, HeldOut, Losses, Peer, Peers, Reason, Rounds, State, Status, Stop, Traffic
+from spesd.api.schema import (
+    Experts,
+    HeldOut,
+    LimitChange,
+    Limits,
+    Losses,
+    Peer,
+    Peers,
+    Reason,
+    Rounds,
+    State,
+    Status,
+    Stop,
+)
 from spesd.api.server import ApiServer
 from spesd.api.socket_path import remove_socket
 from spesd.config.errors import ConfigError
@@ -25,6 +39,7 @@ from spesd.daemon.founding import found
 from spesd.daemon.situation import Situation, situation
 from spesd.daemon.state_dir import StateDir
 from spesd.daemon.store import Store
+from spesd.daemon.traffic_book import TrafficBook
 from spesd.daemon.volunteer import Volunteer
 from spesd.swarm.blob_store import BlobStore
 from spesd.swarm.blobs import BlobExchange
@@ -34,6 +49,7 @@ from spesd.swarm.identity import Identity
 from spesd.swarm.join import Hello, serve_hello
 from spesd.swarm.known_peers import KnownPeers
 from spesd.swarm.p2pd import TransportConfig
+from spesd.swarm.rate import BYTES_PER_MBIT
 from spesd.swarm.socket_files import remove_stale_sockets
 from spesd.swarm.transport import Transport
 from spesd.sync.codecs import self_test
@@ -57,6 +73,8 @@ class Daemon:
         self._started = time.monotonic()
         self._identity: Identity | None = None
         self._transport: Transport | None = None
+        self._limits = Limits(up_mbit=config.up_mbit, down_mbit=config.down_mbit)
+        self._book: TrafficBook | None = None
         self._manifest: Manifest | None = None
         self._volunteer: Volunteer | None = None
         self._stopping = asyncio.Event()
@@ -134,6 +152,7 @@ class Daemon:
             identity_path=self._dir.identity, host_maddrs=self._config.listen, announce_maddrs=self._config.announce
         )
         transport = await Transport.start(config)
+        _apply(self._limits, transport)
 
         async def stop() -> None:
             try:
@@ -144,6 +163,14 @@ class Daemon:
                 transport.kill()
 
         stack.push_async_callback(stop)
+        self._book = TrafficBook(self._dir.traffic, transport.traffic)
+        keeping = asyncio.create_task(self._book.keep())
+
+        async def close_book() -> None:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+
+        stack.push_async_callback(close_book)
         return transport
 
     # Into the run ----------------------------------------------------------------------------------------------------
@@ -267,15 +294,15 @@ class Daemon:
             addresses=addresses,
             join=f"spesd start --join {addresses[0]}" if addresses and manifest else "",
         )
-        if volunteer is None or transport is None:
+        if self._book is not None:
+            known = known.model_copy(update={"traffic": self._book.status(self._limits, date.today())})
+        if volunteer is None:
             return known
-        total = transport.traffic.total
         more = {
             "round": views.round_status(volunteer.peer, volunteer.conductor.rounds, volunteer.conductor.now),
             "trainer": views.trainer_status(volunteer.trainer),
             "owned": tuple(sorted(volunteer.peer.context.owned)),
             "units": views.unit_statuses(volunteer.records, volunteer.peer),
-            "traffic": Traffic(up_bytes=total.up, down_bytes=total.down),
             "peers_live": len(volunteer.peer.context.live) + 1,
             "warnings": (*volunteer.trainer.warnings, *volunteer.shortages()),
         }
@@ -312,6 +339,12 @@ class Daemon:
         points = self._volunteer.trainer.losses if self._volunteer else ()
         return Losses(points=tuple(HeldOut(round=point.round, loss=point.loss) for point in points))
 
+    def limit(self, change: LimitChange) -> Limits:
+        self._limits = self._limits.model_copy(update=change.model_dump(exclude_unset=True))
+        if self._transport is not None:
+            _apply(self._limits, self._transport)
+        return self._limits
+
     def stop(self) -> Stop:
         self.request_stop()
         return Stop(pid=os.getpid())
@@ -325,3 +358,11 @@ class Daemon:
         state, reason, detail = situation(self._volunteer, self._transport)
         pressing = reason not in (Reason.NONE, Reason.ALONE) or self._reason is Reason.NONE
         return (state, reason, detail) if pressing else (state, self._reason, self._detail)
+
+
+def _apply(limits: Limits, transport: Transport) -> None:
+    for limiter, mbit in (
+        (transport.traffic.up_limit, limits.up_mbit),
+        (transport.traffic.down_limit, limits.down_mbit),
+    ):
+        limiter.limit(None if mbit is None else mbit * BYTES_PER_MBIT)

@@ -46,6 +46,11 @@ class StateDir:
         return self.path / "known_peers.json"
 
     @property
+    def traffic(self) -> Path:
+        """Bytes per day."""
+        return self.path / "traffic.json"
+
+    @property
     def progress(self) -> Path:
         """What this peer trained, and where it was."""
         return self.path / "progress.json"

@@ -22,6 +22,8 @@ def test_every_value_of_a_closed_enum_is_documented(closed):
         schema.RoundStatus,
         schema.TrainerStatus,
         schema.UnitStatus,
+        schema.Traffic,
+        schema.Limits,
         schema.Peer,
         schema.Expert,
         schema.RoundRecord,

@@ -10,7 +10,7 @@ import uvloop
 
 from spesd.api import server as server_module
 from spesd.api.client import ApiError, Client, NotRunning
-from spesd.api.schema import Experts, Losses, Peers, Reason, Rounds, State, Status, Stop
+from spesd.api.schema import Experts, LimitChange, Limits, Losses, Peers, Reason, Rounds, State, Status, Stop
 from spesd.api.server import ApiServer
 from spesd.api.socket_path import create_socket_path, find_socket_path, peer_uid
 from spesd.config.errors import ExitCode
@@ -39,6 +39,9 @@ class FixedProvider:
 
     def rounds(self):
         return Rounds()
+
+    def limit(self, change):
+        return Limits(up_mbit=1.0, down_mbit=2.0).model_copy(update=change.model_dump(exclude_unset=True))
 
     def stop(self):
         self.stops += 1
@@ -86,6 +89,19 @@ async def test_every_route_answers_its_model(client, provider):
     assert await ask(client.loss) == Losses()
     assert (await ask(client.stop)).pid == 4711
     assert provider.stops == 1
+
+
+async def test_caps_that_are_not_named_stay_and_null_lifts_one(client):
+    assert await ask(client.limit, LimitChange()) == Limits(up_mbit=1.0, down_mbit=2.0)
+    assert await ask(client.limit, LimitChange(up_mbit=None)) == Limits(up_mbit=None, down_mbit=2.0)
+    assert await ask(client.limit, LimitChange(down_mbit=7)) == Limits(up_mbit=1.0, down_mbit=7.0)
+
+
+@pytest.mark.parametrize("body", [b'{"up_mbit": 0}', b'{"up_mbit": "fast"}', b'{"sideways": 1}', b"{", b""])
+async def test_a_cap_that_makes_no_sense_is_refused(client, state_dir, body):
+    head = b"POST /v1/limit HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+    answer = await raw(state_dir, head + body)
+    assert answer.startswith(b"HTTP/1.1 400 ") and b'"bad-request"' in answer
 
 
 async def test_only_the_own_user_reaches_the_socket(client, state_dir):

@@ -17,6 +17,7 @@ from pathlib import Path
 from spesd.api.schema import (
     Experts,
     HeldOut,
+    Limits,
     Losses,
     Peers,
     Rounds,
@@ -101,6 +102,9 @@ class FakeTraining:
 
     def rounds(self):
         return Rounds()
+
+    def limit(self, change):
+        return Limits(**change.model_dump())
 
     def stop(self):
         if self.behaviour != "stubborn":

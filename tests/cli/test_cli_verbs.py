@@ -13,6 +13,7 @@ from spesd.api.schema import (
     Expert,
     Experts,
     HeldOut,
+    Limits,
     Losses,
     Peer,
     Peers,
@@ -232,3 +233,22 @@ def test_duration(seconds, text):
 @pytest.mark.parametrize(("count", "text"), [(999, "999 B"), (1000, "1.0 kB"), (2.5e9, "2.5 GB"), (1e16, "10000.0 TB")])
 def test_amount(count, text):
     assert console.amount(count) == text
+
+
+def test_limit_changes_only_what_is_given(spesd, monkeypatch):
+    seen = []
+
+    def limit(self, change):
+        seen.append(change.model_dump(exclude_unset=True))
+        return Limits(up_mbit=4.0)
+
+    monkeypatch.setattr(Client, "limit", limit)
+    assert spesd("limit", "--up", "4", "--down", "off").out == "at most 4 Mbit/s up, any speed down\n"
+    assert json.loads(spesd("limit", "--json").out) == {"up_mbit": 4.0, "down_mbit": None}
+    assert seen == [{"up_mbit": 4.0, "down_mbit": None}, {}]
+
+
+@pytest.mark.parametrize("cap", ["0", "-3", "fast", "nan", "inf"])
+def test_limit_refuses_what_is_no_speed(spesd, cap):
+    result = spesd("limit", "--up", cap)
+    assert result.code != 0 and "0.1, nor off" in result.err
