@@ -24,6 +24,10 @@ MAX_HINT_JUMP = 64
 """How far a mere word about the newest round, with no state behind it, may move ours."""
 
 
+REDUCER_ROUNDS = 16
+"""Rounds after which the reducers of units are drawn anew."""
+
+
 class Signer(Protocol):
     """Signs with this peer's identity, and checks the signatures of others."""
 
@@ -114,5 +118,9 @@ class Context:
     def reducers(
         self, round_: int, unit: UnitId, contributors: Iterable[PeerId], late: Collection[PeerId] = ()
     ) -> list[PeerId]:
-        """Contributors of a unit in the order in which they may reduce it, those last that the roster calls late."""
-        return sorted(rank(f"{self.run}|reduce|{round_}|{unit}", contributors), key=lambda peer: peer in late)
+        """Contributors of a unit in the order in which they may reduce it, those last that the roster calls late.
+
+        The first stays so for a while: what the codec loses of its packets comes with its next ones.
+        """
+        key = f"{self.run}|reduce|{unit}|{round_ // REDUCER_ROUNDS}"
+        return sorted(rank(key, contributors), key=lambda peer: peer in late)

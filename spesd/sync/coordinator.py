@@ -25,6 +25,7 @@ class Gathering:
     deadline: float
     waiting: set[PeerId]
     joins: dict[PeerId, Join] = field(default_factory=dict)
+    answered: set[PeerId] = field(default_factory=set)
 
 
 class Coordinator:
@@ -52,15 +53,22 @@ class Coordinator:
         last, gathering = self._last, self.gathering
         if not join.units and self._context.me in join.late:
             self._context.slow |= {self._context.me}
-        if last is not None and (join.round, join.attempt) == (last.round, last.attempt) and now <= last.deadline:
-            self._context.silent.discard(peer)
+        if last is not None and (join.round, join.attempt) == (last.round, last.attempt):
+            self._answered(now, peer, last)
         if gathering is None or (join.round, join.attempt) != (gathering.round, gathering.attempt):
             return
-        if peer in gathering.waiting:
-            self._context.gathering.saw(now - gathering.called)
         gathering.waiting.discard(peer)
         if join.units and peer not in gathering.joins and len(gathering.joins) < MAX_CONTRIBUTORS:
             gathering.joins[peer] = join
+
+    def _answered(self, now: float, peer: PeerId, last: Gathering) -> None:
+        """Learn from the time that an answer took, also a late one: else patience would shrink below a slow step."""
+        context, took = self._context, now - last.called
+        if now <= last.deadline:
+            context.silent.discard(peer)
+        if peer != context.me and peer not in last.answered and took <= context.gathering.limit:
+            last.answered.add(peer)
+            context.gathering.saw(took)
 
     def lost(self, peer: PeerId) -> None:
         """A peer cannot be reached: do not wait for it."""

@@ -19,6 +19,7 @@ from spesd.swarm.blob_store import BlobStore
 from spesd.swarm.blobs import BlobExchange
 from spesd.swarm.chunks import CHUNK_BYTES, chunk_hash
 from spesd.swarm.errors import BlobMissing, BlobUnavailable, PeerRefused, Refused
+from spesd.swarm.rate import BURST_BYTES
 from spesd.swarm.streams import Reply
 from spesd.swarm.transport import Transport, protocol_name
 
@@ -320,6 +321,24 @@ async def test_a_capped_source_is_busy_and_is_asked_again(start_transport: Start
     good.before = busy
     await fetch(me, good)
     assert next(refusals, None) is None
+
+
+async def test_under_a_cap_no_byte_leaves_before_it_may(start_transport: StartTransport, tmp_path: Path) -> None:
+    me = await Peer.start(start_transport, tmp_path / "me")
+    good = await Peer.start(start_transport, tmp_path / "good", DATA)
+    good.transport.traffic.up_limit.limit(1.0)  # what the bucket holds at first is all for today
+    fetching = asyncio.create_task(fetch(me, good))
+
+    async def asked() -> bool:
+        return good.asked.total() >= 1
+
+    await eventually(asked)
+    for _ in range(20):
+        await asyncio.sleep(0.02)
+        assert good.transport.traffic.total.up <= BURST_BYTES + 20
+        assert me.transport.traffic.total.down <= BURST_BYTES + 20
+    good.transport.traffic.up_limit.limit(None)
+    await fetching
 
 
 async def test_small_and_empty_blobs_and_bad_requests(start_transport: StartTransport, tmp_path: Path) -> None:
