@@ -11,7 +11,7 @@ from spesd.config.manifest import SyncConfig
 from spesd.sync.effects import Effect, Send, Strike
 from spesd.sync.ledger import Head, Ledger, PeerId, UnitId, is_better
 from spesd.sync.messages import MAX_ROUND_WEIGHT, Message
-from spesd.sync.patience import Patience
+from spesd.sync.patience import FLOOR, Patience
 from spesd.sync.rendezvous import rank
 
 MAX_STAGES = 3
@@ -66,10 +66,12 @@ class Context:
 
     def __post_init__(self) -> None:
         settings = self.settings
-        self.gathering = Patience(settings.gather_seconds)
-        self.contributing = Patience(settings.contribute_seconds)
-        self.stage = Patience(settings.contribute_seconds + settings.packet_seconds)
-        self.committing = Patience(MAX_STAGES * self.stage.limit)
+        gather, contribute = settings.gather_seconds, settings.contribute_seconds
+        stage = contribute + settings.packet_seconds
+        self.gathering = Patience(gather, FLOOR * gather)
+        self.contributing = Patience(contribute, FLOOR * contribute)
+        self.stage = Patience(stage, FLOOR * stage)
+        self.committing = Patience(MAX_STAGES * stage, FLOOR * stage)
 
     def emit(self, effect: Effect) -> None:
         self.effects.append(effect)
@@ -112,8 +114,12 @@ class Context:
         return ours is None or not self.is_lazy(unit) or head.version // every > ours.version // every
 
     def coordinators(self, round_: int) -> list[PeerId]:
-        """Live peers in the order in which they may coordinate `round_`, slow ones last."""
-        return sorted(rank(f"{self.run}|round|{round_}", self.live | {self.me}), key=lambda peer: peer in self.slow)
+        """Live peers in the order in which they may coordinate `round_`."""
+        return self.in_order(round_, self.live | {self.me})
+
+    def in_order(self, round_: int, peers: Iterable[PeerId]) -> list[PeerId]:
+        """The order of `peers` as coordinators of `round_`: that of the rendezvous, but slow ones last."""
+        return sorted(rank(f"{self.run}|round|{round_}", peers), key=lambda peer: peer in self.slow)
 
     def reducers(
         self, round_: int, unit: UnitId, contributors: Iterable[PeerId], late: Collection[PeerId] = ()

@@ -54,19 +54,23 @@ class Coordinator:
         if not join.units and self._context.me in join.late:
             self._context.slow |= {self._context.me}
         if last is not None and (join.round, join.attempt) == (last.round, last.attempt):
-            self._answered(now, peer, last)
+            self._answered(now, peer, last, counts=bool(join.units))
         if gathering is None or (join.round, join.attempt) != (gathering.round, gathering.attempt):
             return
         gathering.waiting.discard(peer)
         if join.units and peer not in gathering.joins and len(gathering.joins) < MAX_CONTRIBUTORS:
             gathering.joins[peer] = join
 
-    def _answered(self, now: float, peer: PeerId, last: Gathering) -> None:
+    def give_way(self) -> None:
+        """We have answered somebody else's call for the same round."""
+        self.gathering = None
+
+    def _answered(self, now: float, peer: PeerId, last: Gathering, counts: bool) -> None:
         """Learn from the time that an answer took, also a late one: else patience would shrink below a slow step."""
         context, took = self._context, now - last.called
         if now <= last.deadline:
             context.silent.discard(peer)
-        if peer != context.me and peer not in last.answered and took <= context.gathering.limit:
+        if counts and peer != context.me and peer not in last.answered and took <= context.gathering.limit:
             last.answered.add(peer)
             context.gathering.saw(took)
 
@@ -149,22 +153,23 @@ def make_roster(coordinator: PeerId, gathering: Gathering, units: Iterable[UnitI
 
 
 def blamed(told: Mapping[PeerId, Iterable[PeerId]]) -> set[PeerId]:
-    """The fewest peers, about, that explain whom each found late.
+    """Who is late, by what each member says: those that did not join, and the fewest members that explain the rest.
 
-    To a peer with a slow line all others are late. So of all pairs of a peer and one that it found late, take again
-    and again the peer that is in most of them; of two that are in as many, the one that was found late more often.
+    To a member with a slow line all others are late. So of all pairs of a member and one that it found late, take again
+    and again the member that is in most of them; of several, the one that was found late most often. Less than half
+    of the members: slow is who is slower than most.
     """
-    pairs: defaultdict[PeerId, set[tuple[PeerId, PeerId]]] = defaultdict(set)
+    absent = {late for names in told.values() for late in names} - told.keys()
+    pairs: dict[PeerId, set[tuple[PeerId, PeerId]]] = {peer: set() for peer in told}
     for peer, names in told.items():
-        for late in set(names) - {peer}:
+        for late in told.keys() & set(names) - {peer}:
             pairs[peer].add((peer, late))
             pairs[late].add((peer, late))
     found: set[PeerId] = set()
-    while pairs:
+    while (pairs := {peer: left for peer, left in pairs.items() if left}) and 2 * len(found) + 2 < len(told):
         worst = max(pairs, key=lambda peer: (len(pairs[peer]), sum(late == peer for _, late in pairs[peer]), peer))
         found.add(worst)
         for pair in pairs.pop(worst):
             (other,) = set(pair) - {worst}
             pairs[other].discard(pair)
-        pairs = defaultdict(set, {peer: left for peer, left in pairs.items() if left})
-    return found
+    return absent | found

@@ -82,9 +82,15 @@ class Member:
 
     # Answering a call ------------------------------------------------------------------------------------------------
 
-    def can_answer(self, coordinator: PeerId) -> bool:
-        """Whether we are free: one call at a time, but a coordinator may repeat its own."""
-        return self.joining is None or self.joining.coordinator == coordinator
+    def can_answer(self, coordinator: PeerId, round_: int) -> bool:
+        """Whether we are free: one call at a time, but a coordinator may repeat its own.
+
+        Of two that call the same round, everybody goes with the one that comes first in its order.
+        """
+        if self.joining is None or self.joining.coordinator == coordinator:
+            return True
+        first, _ = self._context.in_order(round_, {coordinator, self.joining.coordinator})
+        return self.joining.round == round_ and first == coordinator
 
     def answer(self, now: float, coordinator: PeerId, call: Call, mine: Iterable[UnitId]) -> None:
         """Take a snapshot for this call; `took_snapshot` goes on."""

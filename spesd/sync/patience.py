@@ -15,17 +15,17 @@ SPREADS = 6.0
 """Deviations beyond the median that are still waited for: about four standard deviations of a normal distribution."""
 
 FLOOR = 0.2
-"""Share of the limit that is always waited for."""
+"""Share of a setting of the manifest that is always waited for."""
 
 REMEMBERED = 8
 """Rounds over whose time the pace is reckoned."""
 
 
 class Patience:
-    """Seconds to wait: median plus SPREADS times the median deviation of recent times, between FLOOR and `limit`."""
+    """Seconds to wait: median plus SPREADS times the median deviation of recent times, from `least` to `limit`."""
 
-    def __init__(self, limit: float) -> None:
-        self.limit = limit
+    def __init__(self, limit: float, least: float) -> None:
+        self.limit, self._least = limit, least
         self._times: deque[float] = deque(maxlen=KEPT)
 
     def saw(self, seconds: float) -> None:
@@ -39,7 +39,7 @@ class Patience:
             return self.limit
         middle = median(self._times)
         deviation = median(abs(time - middle) for time in self._times)
-        return min(self.limit, max(FLOOR * self.limit, middle + SPREADS * deviation))
+        return min(self.limit, max(self._least, middle + SPREADS * deviation))
 
 
 class Pace:

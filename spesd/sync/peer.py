@@ -253,7 +253,7 @@ class SyncPeer:
             return state.contribution(now, sender, unit, blob)
         joining = self.member.joining
         if joining is None or joining.round != round_ or unit not in joining.bases:
-            return f"round {round_} is not open here"
+            return self._over(sender, round_, unit)
         return self.rounds.keep_early(round_, sender, unit, blob)
 
     def on_message(self, now: float, sender: PeerId, message: Message) -> None:
@@ -297,13 +297,15 @@ class SyncPeer:
         able = self._can_join and newest < call.round <= newest + MAX_HINT_JUMP
         # the roster of a slow peer would come late, and bind us until then
         slow = sender in self.context.slow and not (self.context.live | {self.context.me}) <= self.context.slow
-        if slow or not able or not self.member.can_answer(sender):
+        if slow or not able or not self.member.can_answer(sender, call.round):
             late = [sender] if slow else []
             self._answer(now, sender, Join(round=call.round, attempt=call.attempt, tokens=0, units={}, late=late))
         elif wait and not self.settled:
             seconds = min(call.seconds, self.context.settings.gather_seconds)
             self._pending = _PendingCall(sender, call, now + seconds / 2, now + seconds)
         else:
+            if sender != self.context.me:
+                self.coordinator.give_way()
             self.member.answer(now, sender, call, sorted(self.trained))
 
     def _answer(self, now: float, coordinator: PeerId, join: Join) -> None:
@@ -362,6 +364,14 @@ class SyncPeer:
             self.context.send(sender, self.catchup.my_heads(reply=True))
 
     # Inside ----------------------------------------------------------------------------------------------------------
+
+    def _over(self, sender: PeerId, round_: int, unit: UnitId) -> str:
+        """A contribution for a round that is not open here: its sender may not know yet that there is a packet."""
+        entries = self.ledger[unit].entries if unit in self.context.sizes else []
+        made = [EntryInfo.of(entry) for entry in entries if entry.after.version == round_]
+        if made:
+            self.context.send(sender, Announce(entries=made))
+        return f"round {round_} is not open here"
 
     @property
     def _can_join(self) -> bool:

@@ -145,7 +145,10 @@ class Round:
         state = self.units.get(unit)
         if state is None or not state.open or head.version < self.number:
             return
-        if state.stage == 0 and state.entry is not None and self._context.me in state.weights:
+        entries = self._context.ledger[unit].entries
+        if state.entry is None and entries and entries[-1].after == head and self.accepts(entries[-1]):
+            self._taken_up(state, entries[-1])
+        elif state.stage == 0 and state.entry is not None and self._context.me in state.weights:
             self._context.committing.saw(now - self.started)
             if state.reducer is not None:
                 self._context.late.discard(state.reducer)
@@ -256,12 +259,17 @@ class Round:
     def _give_up(self, now: float, unit: UnitId) -> None:
         """The present reducer has made no packet, or one that does not come through: on to the next."""
         state = self.units[unit]
-        if state.reducer is not None and state.reducer != self._context.me:
-            self._context.late.add(state.reducer)
+        if state.reducer is not None and state.reducer != self._context.me and state.stage == 0:
+            self._context.late.add(state.reducer)  # not those that follow: they begin when they are asked
         if state.entry is not None:
             stages = self.started + self.stage_seconds * (state.stage + 1)
             state.held_up, state.entry = max(state.held_up, now - stages), None
         self._next_stage(unit)
+
+    def _taken_up(self, state: UnitRound, entry: Entry) -> None:
+        """A packet that was given up has come through: tell those who have turned to us instead."""
+        state.entry = entry
+        self._context.broadcast(state.received, Announce(entries=[EntryInfo.of(entry)]))
 
     def _next_stage(self, unit: UnitId) -> None:
         state = self.units[unit]
@@ -292,7 +300,8 @@ class Round:
         waiting = self._missing(state)
         stage = max(state.stage, state.reducers.index(me))
         if state.received and (not waiting or now >= self._contributions_end(state, stage)):
-            self._context.late |= waiting - {me}
+            if stage == 0:
+                self._context.late |= waiting - {me}
             state.reducing = True
             rows = tuple(Contributor(p, state.weights[p], state.received[p]) for p in sorted(state.received))
             refresh = self._context.refresh_base(unit, state.base.version, self.number)

@@ -21,7 +21,7 @@ seconds = st.floats(0.0, 100.0)
 
 @given(st.lists(seconds, max_size=2 * KEPT), st.floats(0.1, 50))
 def test_patience_stays_between_its_bounds_and_needs_some_experience(times: list[float], limit: float) -> None:
-    patience = Patience(limit)
+    patience = Patience(limit, FLOOR * limit)
     for time in times:
         patience.saw(time)
     assert FLOOR * limit <= patience.seconds <= limit
@@ -30,7 +30,7 @@ def test_patience_stays_between_its_bounds_and_needs_some_experience(times: list
 
 
 def test_patience_follows_the_median_and_its_spread_not_single_outliers() -> None:
-    patience = Patience(100.0)
+    patience = Patience(100.0, 20.0)
     for time in [30.0, 31.0, 29.0] * 10 + [90.0] * 3:
         patience.saw(time)
     assert 30 < patience.seconds < 40
