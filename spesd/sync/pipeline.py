@@ -15,11 +15,12 @@ from spesd.sync.context import Context
 from spesd.sync.effects import Adopt, Commit, Discard, Fetch
 from spesd.sync.ledger import Entry, Head, PeerId, UnitId
 from spesd.sync.packet import max_size
+from spesd.sync.rendezvous import rank
 from spesd.sync.work import OwnWork
 
 HELPERS = 3
-"""Live peers, drawn at random, that are asked for a blob beside those who are known to have it: they fetch it too, and
-serve what they have of it, so that nobody's uplink carries it to all."""
+"""So many live peers, other ones per peer and unit, are asked for a blob beside those who are known to have it: they
+fetch it too, and serve what they have of it, so that nobody's uplink carries it to all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,7 @@ class Pipeline:
         """Take `steps` one after the other; `sources` may serve their blobs."""
         if unit not in self._ways and steps:
             context = self._context
-            live = sorted(context.live)
-            helpers = context.random.sample(live, min(HELPERS, len(live)))
+            helpers = rank(f"{context.me}|{unit}|{context.newest_round}", context.live)[:HELPERS]
             distinct = dict.fromkeys(peer for peer in (*sources, *helpers) if peer != context.me)
             self._ways[unit] = _Way(deque(steps), tuple(distinct))
             self._fetch(unit)
