@@ -43,14 +43,17 @@ def read_curves(path: Path) -> dict[str, Curve]:
 
 
 def _mean(seeds: list[list[dict[str, str]]]) -> Curve:
-    length = min(len(points) for points in seeds)
+    """Mean at the tokens of the seed with the fewest points; between the points of the others."""
 
-    def column(name: str) -> np.ndarray:
-        return np.array([[float(point[name]) for point in points[:length]] for points in seeds])
+    def column(points: list[dict[str, str]], name: str) -> np.ndarray:
+        return np.array([float(point[name]) for point in points])
 
-    loss = column("loss")
-    tokens, sent = column("tokens").mean(0), column("bytes").mean(0)
-    return Curve(tokens, sent, loss.mean(0), loss.min(0), loss.max(0), int(seeds[0][0]["memory"]))
+    tokens = column(min(seeds, key=len), "tokens")
+    sent, loss = (
+        np.array([np.interp(tokens, column(points, "tokens"), column(points, name)) for points in seeds])
+        for name in ("bytes", "loss")
+    )
+    return Curve(tokens, sent.mean(0), loss.mean(0), loss.min(0), loss.max(0), int(seeds[0][0]["memory"]))
 
 
 def draw(curves: dict[str, Curve], folder: Path, title: str = "") -> list[Path]:

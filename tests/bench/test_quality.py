@@ -83,6 +83,15 @@ def test_figures_and_curves(tmp_path) -> None:
     assert (curve.low[-1], curve.high[-1], curve.memory) == (2.0, 2.2, 7)
 
 
+def test_seeds_with_different_points_are_compared_at_equal_tokens(tmp_path) -> None:
+    few = Outcome([Point(2, 20, 10.0, 2.0), Point(4, 40, 20.0, 1.0)], 7)
+    many = Outcome([Point(n, 10 * n, 5.0 * n, 5.0 - n) for n in (1, 2, 3, 4)], 7)
+    write_curves(tmp_path / "curves.csv", {"row": {0: few, 1: many}})
+    curve = read_curves(tmp_path / "curves.csv")["row"]
+    assert (curve.tokens.tolist(), curve.loss.tolist()) == ([20.0, 40.0], [2.5, 1.0])
+    assert curve.bytes.tolist() == [10.0, 20.0]
+
+
 def test_plots_are_drawn_from_the_curves(tmp_path) -> None:
     pytest.importorskip("matplotlib", reason="plots are drawn with the extra 'bench'")
     outcome = Outcome([Point(1, 10, 5.0, 3.0), Point(2, 20, 10.0, 2.0)], 7)

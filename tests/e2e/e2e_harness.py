@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from spesd.api.headline import headline
-from spesd.api.schema import Phase, Status
+from spesd.api.schema import Phase, State, Status
 from spesd.api.socket_path import FOLDER, SOCKET, remove_socket
 from spesd.cli.demo_report import Track, disagreements
 from spesd.cli.launch import Daemon, session_members
@@ -133,6 +133,8 @@ class Peer:
         status = self.daemon.status()
         if status is not None:
             self.track.observe(status, time.monotonic())
+            if status.state is State.SYNCING:
+                self.track.versions.clear()  # its disk may hold the losing side of a fork, made as it was killed
             self.sockets |= p2pd_sockets(self.config.state_dir)
         return status
 
