@@ -6,7 +6,7 @@ next in order when a call does not come in time.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -160,16 +160,19 @@ def blamed(told: Mapping[PeerId, Iterable[PeerId]]) -> set[PeerId]:
     of the members: slow is who is slower than most.
     """
     absent = {late for names in told.values() for late in names} - told.keys()
-    pairs: dict[PeerId, set[tuple[PeerId, PeerId]]] = {peer: set() for peer in told}
+    links: dict[PeerId, set[PeerId]] = {peer: set() for peer in told}
+    complaints = Counter[PeerId]()
     for peer, names in told.items():
         for late in told.keys() & set(names) - {peer}:
-            pairs[peer].add((peer, late))
-            pairs[late].add((peer, late))
+            links[peer].add(late)
+            links[late].add(peer)
+            complaints[late] += 1
     found: set[PeerId] = set()
-    while (pairs := {peer: left for peer, left in pairs.items() if left}) and 2 * len(found) + 2 < len(told):
-        worst = max(pairs, key=lambda peer: (len(pairs[peer]), sum(late == peer for _, late in pairs[peer]), peer))
+    while 2 * len(found) + 2 < len(told):
+        worst = max(links, key=lambda peer: (len(links[peer]), complaints[peer], peer))
+        if not links[worst]:
+            break
         found.add(worst)
-        for pair in pairs.pop(worst):
-            (other,) = set(pair) - {worst}
-            pairs[other].discard(pair)
+        for other in links.pop(worst):
+            links[other].discard(worst)
     return absent | found

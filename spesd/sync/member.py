@@ -28,6 +28,16 @@ class Joining:
     steps: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Postponed:
+    """A call that came while our own units were under way: answer it later, at `patience` if they are only fetched."""
+
+    coordinator: PeerId
+    call: Call
+    patience: float
+    until: float
+
+
 class Member:
     """Counts local steps, and leads from "ready" to a roster that lists us."""
 
@@ -35,6 +45,7 @@ class Member:
         self._context = context
         self.pace = Pace(context.settings)
         self.joining: Joining | None = None
+        self.postponed: Postponed | None = None
         self._steps = 0
         self._tokens = 0
         self._ready_since: float | None = None
@@ -91,6 +102,11 @@ class Member:
             return True
         first, _ = self._context.in_order(round_, {coordinator, self.joining.coordinator})
         return self.joining.round == round_ and first == coordinator
+
+    def postpone(self, now: float, coordinator: PeerId, call: Call) -> None:
+        """Answer this call later."""
+        seconds = min(call.seconds, self._context.settings.gather_seconds)
+        self.postponed = Postponed(coordinator, call, now + seconds / 2, now + seconds)
 
     def answer(self, now: float, coordinator: PeerId, call: Call, mine: Iterable[UnitId]) -> None:
         """Take a snapshot for this call; `took_snapshot` goes on."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from spesd.config.manifest import SyncConfig
 from spesd.sync.catchup import CatchUp
@@ -39,16 +38,6 @@ HEARD_SECONDS = 30.0
 """A peer that we heard from so recently counts as live, whatever the directory says."""
 
 
-@dataclass(frozen=True, slots=True)
-class _PendingCall:
-    """A call that came while our own units were still under way: answer it at `patience` if they may stay so."""
-
-    sender: PeerId
-    call: Call
-    patience: float
-    until: float
-
-
 class SyncPeer:
     """The protocol of one peer. After each event take its effects with `take_effects`, and carry them out in order."""
 
@@ -67,7 +56,6 @@ class SyncPeer:
         self._shared = frozenset(unit for unit in sizes if unit.startswith("shared"))
         self._heard: dict[PeerId, float] = {}
         self._made: set[str] = set()
-        self._pending: _PendingCall | None = None
 
     # What others can see ---------------------------------------------------------------------------------------------
 
@@ -145,11 +133,11 @@ class SyncPeer:
         self.member.expire(now)
         if self.member.joining is None:
             self.rounds.forget_early()
-        pending = self._pending
-        if pending is not None and (self.settled or (self.free and now >= pending.patience)):
-            self._pending = None
-            if now < pending.until:
-                self._called(now, pending.sender, pending.call, wait=False)
+        postponed = self.member.postponed
+        if postponed is not None and (self.settled or (self.free and now >= postponed.patience)):
+            self.member.postponed = None
+            if now < postponed.until:
+                self._called(now, postponed.coordinator, postponed.call, wait=False)
         if self.free:
             self._coordinate(now)
         self.catchup.tick(now)
@@ -158,7 +146,8 @@ class SyncPeer:
         """When `on_time` next has something to do."""
         times = [self.rounds.deadline(), self.member.deadline()]
         if self.free:
-            times += [self.coordinator.deadline(), self._pending.patience if self._pending is not None else None]
+            postponed = self.member.postponed
+            times += [self.coordinator.deadline(), postponed.patience if postponed is not None else None]
         return min([time for time in times if time is not None] + [self.catchup.deadline()])
 
     def leave(self) -> None:
@@ -253,7 +242,8 @@ class SyncPeer:
             return state.contribution(now, sender, unit, blob)
         joining = self.member.joining
         if joining is None or joining.round != round_ or unit not in joining.bases:
-            return self._over(sender, round_, unit)
+            self.rounds.tell(sender, round_, unit)
+            return f"round {round_} is not open here"
         return self.rounds.keep_early(round_, sender, unit, blob)
 
     def on_message(self, now: float, sender: PeerId, message: Message) -> None:
@@ -301,8 +291,7 @@ class SyncPeer:
             late = [sender] if slow else []
             self._answer(now, sender, Join(round=call.round, attempt=call.attempt, tokens=0, units={}, late=late))
         elif wait and not self.settled:
-            seconds = min(call.seconds, self.context.settings.gather_seconds)
-            self._pending = _PendingCall(sender, call, now + seconds / 2, now + seconds)
+            self.member.postpone(now, sender, call)
         else:
             if sender != self.context.me:
                 self.coordinator.give_way()
@@ -364,14 +353,6 @@ class SyncPeer:
             self.context.send(sender, self.catchup.my_heads(reply=True))
 
     # Inside ----------------------------------------------------------------------------------------------------------
-
-    def _over(self, sender: PeerId, round_: int, unit: UnitId) -> str:
-        """A contribution for a round that is not open here: its sender may not know yet that there is a packet."""
-        entries = self.ledger[unit].entries if unit in self.context.sizes else []
-        made = [EntryInfo.of(entry) for entry in entries if entry.after.version == round_]
-        if made:
-            self.context.send(sender, Announce(entries=made))
-        return f"round {round_} is not open here"
 
     @property
     def _can_join(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from spesd.sync.context import Context
 from spesd.sync.effects import RoundEnded
 from spesd.sync.ledger import Head, PeerId, UnitId
-from spesd.sync.messages import Roster
+from spesd.sync.messages import Announce, EntryInfo, Roster
 from spesd.sync.pipeline import Pipeline
 from spesd.sync.round import Round
 
@@ -72,6 +72,13 @@ class Rounds:
             return f"a contribution of round {number} is kept already"
         self._early.append((number, sender, unit, blob))
         return None
+
+    def tell(self, sender: PeerId, number: int, unit: UnitId) -> None:
+        """Who still contributes to a round that is over here may not know that there is a packet."""
+        entries = self._context.ledger[unit].entries if unit in self._context.sizes else []
+        made = [EntryInfo.of(entry) for entry in entries if entry.after.version == number]
+        if made:
+            self._context.send(sender, Announce(entries=made))
 
     def forget_early(self) -> None:
         """No roster is waited for any more."""
