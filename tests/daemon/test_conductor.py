@@ -12,6 +12,7 @@ from spesd.config.manifest import SyncConfig
 from spesd.daemon.conductor import FETCHERS, Conductor
 from spesd.daemon.state_dir import StateDir
 from spesd.daemon.store import Store, StoredBlobs
+from spesd.swarm.errors import PeerTimeout, PeerUnreachable, TransportError
 from spesd.sync import effects as fx
 from spesd.sync.peer import SyncPeer
 from spesd.sync.toys import ToySigner
@@ -50,7 +51,7 @@ class Exchange:
             raise self.errors.pop()
 
 
-async def make(tmp_path: Path, errors: list[Exception]) -> Conductor:
+async def make(tmp_path: Path, errors: list[Exception], transport: Any = None) -> Conductor:
     state_dir = StateDir(tmp_path / "state")
     state_dir.acquire()
     store = Store(state_dir, RUN)
@@ -58,7 +59,8 @@ async def make(tmp_path: Path, errors: list[Exception]) -> Conductor:
     peer = SyncPeer("me", RUN, SIZES, settings, ToySigner("me"), seed=0)
     workshop = Workshop(RUN, SIZES, settings, StoredBlobs(store.blobs))
     nobody: Any = Nobody()
-    conductor = Conductor(peer, workshop, store, nobody, Exchange(errors), nobody, keep=())  # type: ignore[arg-type]
+    blobs: Any = Exchange(errors)
+    conductor = Conductor(peer, workshop, store, transport or nobody, blobs, nobody, keep=())
     await conductor.serve()
     return conductor
 
@@ -102,3 +104,31 @@ async def test_an_event_that_fails_does_not_stop_the_clock(tmp_path: Path) -> No
         conductor.tell(event)
     await conductor.close()
     assert conductor.strikes == {"other": 1}
+
+
+class Failing(Nobody):
+    """A transport on which every request fails in the same way."""
+
+    def __init__(self, error: TransportError) -> None:
+        self.error = error
+
+    async def request(self, *_: Any, **__: Any) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [(PeerTimeout("x", "too slow"), []), (PeerUnreachable("x", "gone"), ["x"])],
+    ids=["slow", "gone"],
+)
+async def test_a_reducer_to_which_a_contribution_takes_too_long_is_not_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: TransportError, lost: list[str]
+) -> None:
+    conductor = await make(tmp_path, [], Failing(error))
+    seen: list[str] = []
+    monkeypatch.setattr(conductor.peer, "on_unreachable", lambda now, peer: seen.append(peer))
+    blob = conductor.store.blobs.put(b"contribution")
+    await conductor._send_contribution(fx.SendContribution("x", 1, "roster", "expert-0", blob))
+    await asyncio.sleep(0)
+    assert seen == lost
+    await conductor.close()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
-from test_simulation import SIZES, agree, assert_invariant, make_world, settle
+import pytest
+from test_simulation import SETTINGS, SIZES, agree, assert_invariant, make_world, settle
 
 from spesd.sync import effects as fx
 from spesd.sync.ledger import PeerId
@@ -59,6 +61,33 @@ def test_peers_of_unequal_speed_all_take_part_in_every_round() -> None:
     assert sum(names == {"peer0", "peer1", "peer2"} for names in members) >= 0.8 * len(members)
     settle(world)
     assert_healthy(world)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_peers_whose_steps_take_longer_than_the_fastest_waits_still_take_part_in_most_rounds(seed: int) -> None:
+    world = make_world(4, seed=seed, settings=SETTINGS.model_copy(update={"local_steps": 5}))
+    set_speeds(world, {"peer0": 1.0, "peer1": 0.5, "peer2": 0.25, "peer3": 1.0})
+    world.run(200)
+    rounds = [ended for ended in world.nodes["peer2"].rounds if ended.started > 50]
+    assert len(rounds) >= 50
+    for name in world.nodes:
+        took_part = sum(name in ended.members for ended in rounds)
+        assert took_part > 0.5 * len(rounds), name
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_killed_peer_makes_the_others_wait_at_most_once(seed: int) -> None:
+    world = make_world(4, seed=seed)
+    world.run(60)
+    world.kill("peer3")
+    world.run(60)
+    for name in ("peer0", "peer1", "peer2"):
+        began = [ended.started for ended in world.nodes[name].rounds if ended.started > 20]
+        gaps = [(later, later - earlier) for earlier, later in pairwise(began)]
+        usual = max(gap for at, gap in gaps if at < 60)
+        after = [gap for at, gap in gaps if at >= 60]
+        assert max(after) <= usual + world.nodes[name].peer.context.stage.limit
+        assert sum(gap > usual + 0.5 for gap in after) <= 1
 
 
 def test_a_coordinator_that_dies_between_call_and_roster_is_replaced() -> None:

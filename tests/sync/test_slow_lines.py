@@ -206,8 +206,8 @@ def test_a_line_at_a_tenth_of_its_rate_costs_the_others_one_deadline_once(seed: 
         setattr(slow, way, getattr(slow, way) / 10)
     world.run(120)
     gaps = [later - earlier for earlier, later in pairwise([before[-1], *rounds_of_most(world, collapsed)])]
-    assert max(gaps) <= usual + world.nodes["peer0"].peer.context.stage.limit
-    assert sum(gap > usual + 0.5 for gap in gaps) <= 1, gaps
+    lost = sum(max(0.0, gap - usual) for gap in gaps)
+    assert lost <= world.nodes["peer0"].peer.context.stage.limit, "one deadline in all"
     assert len(gaps) >= 1.7 * len(before), "twice the time"
     slow_rounds = [ended for ended in world.nodes["peer3"].rounds if ended.started > collapsed]
     taken_up = (Outcome.COMMITTED, Outcome.PARTIAL)
