@@ -42,7 +42,7 @@ class Context:
 
     `late` are peers whose contribution or packet missed a deadline, `silent` those that did not answer a call in time:
     they are not waited for again until they have been in time. `slow` are those that the last roster calls late: what
-    all its members know alike, so that none of these is asked to coordinate.
+    all its members know alike, so that none of these is asked to coordinate. `members` are those of that roster.
     """
 
     me: PeerId
@@ -58,6 +58,7 @@ class Context:
     late: set[PeerId] = field(default_factory=set)
     silent: set[PeerId] = field(default_factory=set)
     slow: frozenset[PeerId] = frozenset()
+    members: frozenset[PeerId] = frozenset()
     gathering: Patience = field(init=False)
     contributing: Patience = field(init=False)
     stage: Patience = field(init=False)

@@ -14,6 +14,9 @@ from spesd.sync.context import Context
 from spesd.sync.ledger import Head, PeerId, UnitId, fork_order
 from spesd.sync.messages import MAX_CONTRIBUTORS, MAX_LATE, Call, HeadInfo, Join, Roster, RosterUnit, SignedRoster
 
+ENOUGH = 2
+"""Complaints that make a peer count as late."""
+
 
 @dataclass(slots=True)
 class Gathering:
@@ -37,6 +40,7 @@ class Coordinator:
         self._next_round = 0
         self._attempt = 0
         self._last_call = float("-inf")
+        self._thin_since: float | None = None
         self.gathering: Gathering | None = None
         self._last: Gathering | None = None
 
@@ -96,7 +100,7 @@ class Coordinator:
         if self.gathering is not None and self.gathering.round <= newest:
             self.gathering = None
         if self.gathering is not None and (not self.gathering.waiting or now >= self.gathering.deadline):
-            return None, self._freeze(self.gathering)
+            return None, self._freeze(now, self.gathering)
         if self.gathering is None and self._due is not None and now >= self._due:
             return self._call(now), None
         return None, None
@@ -111,8 +115,8 @@ class Coordinator:
         context.broadcast(context.live, call)
         return call
 
-    def _freeze(self, gathering: Gathering) -> SignedRoster | None:
-        """Send the roster to its members; None if nobody joined."""
+    def _freeze(self, now: float, gathering: Gathering) -> SignedRoster | None:
+        """Send the roster to its members; None if nobody joined, or too few yet."""
         self.gathering = None
         context = self._context
         context.silent |= gathering.waiting - {context.me}
@@ -120,10 +124,27 @@ class Coordinator:
             return None
         if context.me in context.slow and gathering.joins.keys() == {context.me} and context.live:
             return None  # a round of our own would make all others wait for our link
+        if self._too_few(now, gathering):
+            return None
         roster = make_roster(context.me, gathering, context.sizes)
         signed = SignedRoster(roster=roster, signature=context.signer.sign(roster.canonical_bytes()))
         context.broadcast(roster.tokens, signed)
         return signed
+
+    def _too_few(self, now: float, gathering: Gathering) -> bool:
+        """Whether to call again, as most of the last round's members are still at work in it: two halves would fork.
+
+        For a while only: they may be there, but not train any more.
+        """
+        context = self._context
+        if 2 * len(gathering.joins) >= len(context.members & (context.live | {context.me})):
+            self._thin_since = None
+            return False
+        self._thin_since = now if self._thin_since is None else self._thin_since
+        if now >= self._thin_since + context.stage.limit:
+            return False
+        self._due = now + context.gathering.seconds
+        return True
 
 
 def make_roster(coordinator: PeerId, gathering: Gathering, units: Iterable[UnitId]) -> Roster:
@@ -153,26 +174,26 @@ def make_roster(coordinator: PeerId, gathering: Gathering, units: Iterable[UnitI
 
 
 def blamed(told: Mapping[PeerId, Iterable[PeerId]]) -> set[PeerId]:
-    """Who is late, by what each member says: those that did not join, and the fewest members that explain the rest.
+    """Who is late, by whom each member found late: whoever did not join, and the fewest members that explain the rest.
 
     To a member with a slow line all others are late. So of all pairs of a member and one that it found late, take again
     and again the member that is in most of them; of several, the one that was found late most often. Less than half
-    of the members: slow is who is slower than most.
+    of the members: slow is who is slower than most. A single complaint counts for nothing: it may be either's fault.
     """
-    absent = {late for names in told.values() for late in names} - told.keys()
     links: dict[PeerId, set[PeerId]] = {peer: set() for peer in told}
     complaints = Counter[PeerId]()
     for peer, names in told.items():
-        for late in told.keys() & set(names) - {peer}:
-            links[peer].add(late)
-            links[late].add(peer)
+        for late in set(names) - {peer}:
             complaints[late] += 1
+            if late in told:
+                links[peer].add(late)
+                links[late].add(peer)
     found: set[PeerId] = set()
     while 2 * len(found) + 2 < len(told):
         worst = max(links, key=lambda peer: (len(links[peer]), complaints[peer], peer))
-        if not links[worst]:
+        if len(links[worst]) < ENOUGH:
             break
         found.add(worst)
         for other in links.pop(worst):
             links[other].discard(worst)
-    return absent | found
+    return found | {peer for peer in complaints.keys() - told.keys() if complaints[peer] >= min(ENOUGH, len(told))}

@@ -317,7 +317,7 @@ class SyncPeer:
             self.context.strike(sender, f"roster of round {roster.round} lists units that were not offered")
             return
         self.context.newest_round = max(self.context.newest_round, roster.round)
-        self.context.slow = frozenset(roster.late)
+        self.context.slow, self.context.members = frozenset(roster.late), frozenset(roster.tokens)
         self.rounds.begin(now, roster)
         for unit, row in roster.units.items():
             self.catchup.heard(row.contributors[0], {unit: row.head.head()})

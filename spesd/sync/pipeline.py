@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from spesd.sync.codecs import Codecs
 from spesd.sync.context import Context
 from spesd.sync.effects import Adopt, Commit, Discard, Fetch
-from spesd.sync.ledger import Entry, Head, PeerId, UnitId
+from spesd.sync.ledger import Entry, Head, PeerId, UnitId, is_better
 from spesd.sync.packet import max_size
 from spesd.sync.rendezvous import rank
 from spesd.sync.work import OwnWork
@@ -37,9 +37,17 @@ Step = Entry | TakeState
 
 @dataclass(slots=True)
 class _Way:
+    """Steps to take. The blobs of the first `here` lie ready; with `whole` all must, before the first is taken."""
+
     steps: deque[Step]
     sources: tuple[PeerId, ...]
+    whole: bool = False
+    here: int = 0
     applying: bool = False
+
+    @property
+    def ready(self) -> bool:
+        return self.here >= (len(self.steps) if self.whole else 1)
 
 
 class Pipeline:
@@ -60,37 +68,43 @@ class Pipeline:
         return unit in self._ways and self._ways[unit].applying
 
     def go(self, unit: UnitId, steps: Sequence[Step], sources: Sequence[PeerId]) -> None:
-        """Take `steps` one after the other; `sources` may serve their blobs."""
+        """Take `steps` one after the other; `sources` may serve their blobs.
+
+        A way to a fork begins with a state behind ours, on which we must not be left: it is taken in one go.
+        """
         if unit not in self._ways and steps:
             context = self._context
             helpers = rank(f"{context.me}|{unit}|{context.newest_round}", context.live)[:HELPERS]
             distinct = dict.fromkeys(peer for peer in (*sources, *helpers) if peer != context.me)
-            self._ways[unit] = _Way(deque(steps), tuple(distinct))
+            behind = not isinstance(steps[0], Entry) and not is_better(steps[0].head, context.ledger[unit].head)
+            self._ways[unit] = _Way(deque(steps), tuple(distinct), whole=behind)
             self._fetch(unit)
 
     def commit_own(self, entry: Entry) -> bool:
         """Commit a packet that this peer has reduced: its bytes are here. False if another is being applied."""
         if self.applying(entry.unit):
             return False
-        self._ways[entry.unit] = _Way(deque([entry]), ())
+        self._drop(entry.unit)
+        self._ways[entry.unit] = _Way(deque([entry]), (), here=1)
         self._apply(entry.unit)
         return True
 
     def drop_fetch(self, unit: UnitId) -> None:
         """Give up a way whose blob is still to come: there is a better one."""
         if not self.applying(unit):
-            self._ways.pop(unit, None)
+            self._drop(unit)
 
     def fetched(self, effect: Fetch, ok: bool) -> bool:
         """The blob of a step is here, or cannot be had. False if that step is not the present one any more."""
         unit, way = effect.unit, self._ways.get(effect.unit)
-        expected = way is not None and _blob(way.steps[0]) == effect.blob
-        if way is None or not expected or way.applying:
-            if ok and not expected:
+        blobs = [_blob(step) for step in way.steps] if way is not None else []
+        if way is None or way.applying or blobs[way.here] != effect.blob:
+            if ok and effect.blob not in blobs:
                 self.discard([effect.blob])
             return False
         if ok:
-            self._apply(unit)
+            way.here += 1
+            self._go_on(unit)
         else:
             self._drop(unit)
         return True
@@ -127,25 +141,33 @@ class Pipeline:
             self._context.emit(Discard(tuple(sorted(dropped))))
 
     def _drop(self, unit: UnitId) -> None:
-        """Give up the way of `unit`, and what was fetched for its present step."""
+        """Give up the way of `unit`, and what was fetched for it."""
         way = self._ways.pop(unit, None)
-        if way is not None and way.steps:
-            self.discard([_blob(way.steps[0])])
+        if way is not None:
+            self.discard([_blob(step) for step in way.steps][: way.here])
 
     def _next(self, unit: UnitId) -> None:
         way = self._ways.get(unit)
         if way is None:
             return
         way.steps.popleft()
+        way.here -= 1
         if way.steps:
-            self._fetch(unit)
+            self._go_on(unit)
         else:
             del self._ways[unit]
+
+    def _go_on(self, unit: UnitId) -> None:
+        """Take the next step, or fetch what it needs."""
+        if self._ways[unit].ready:
+            self._apply(unit)
+        else:
+            self._fetch(unit)
 
     def _fetch(self, unit: UnitId) -> None:
         way, context = self._ways[unit], self._context
         way.applying = False
-        step, count = way.steps[0], context.sizes[unit]
+        step, count = way.steps[way.here], context.sizes[unit]
         urgent = unit in context.owned or unit.startswith("shared")
         most = max_size(self._codecs.largest_payload(count))
         size = min(step.size, most) if isinstance(step, Entry) else 4 * count

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sync_harness import chain_of, entry, head, links, make_peer, of_kind
 
 from spesd.sync.catchup import MAX_HISTORY, MAX_REQUEST, CatchUp
-from spesd.sync.effects import Fetch, Send, Strike
+from spesd.sync.effects import Adopt, Commit, Discard, Fetch, Send, Strike
 from spesd.sync.ledger import Chain, Entry, Head
 from spesd.sync.messages import EntryInfo, HeadInfo, Heads, Trail, TrailRequest
 from spesd.sync.peer import SyncPeer
@@ -256,3 +256,32 @@ def test_the_teller_need_not_have_the_better_state() -> None:
     told = told_by(ours, ask(chain_of(START, links(START, 4, "ahead"))))
     assert told is not None
     assert plan(told, head(4, 40, "ahead"), 0)[1] == dataclasses.replace(ROWS[1]).after
+
+
+def test_a_way_back_to_a_fork_is_not_begun_before_all_of_it_is_here() -> None:
+    """The state where it begins is older than ours: on that we must not be left when the rest does not come."""
+    peer = make_peer("me", ["a"])
+    mine, theirs = links(START, 5, "mine"), links(START, 6, "theirs")
+    peer.ledger.chains[UNIT] = chain_of(START, mine)
+    peer.pipeline.go(UNIT, [TakeState(theirs[2].after, START, tuple(theirs[:3])), *theirs[3:]], ["a"])
+    wanted = [theirs[2].after.hash, *(row.packet for row in theirs[3:])]
+    for blob in wanted[:-1]:
+        (fetch,) = of_kind(peer.take_effects(), Fetch)
+        assert fetch.blob == blob
+        assert peer.pipeline.fetched(fetch, True)
+    effects = peer.take_effects()
+    assert not of_kind(effects, Adopt)
+    (last,) = of_kind(effects, Fetch)
+
+    assert peer.pipeline.fetched(last, False)
+    assert peer.ledger[UNIT].head == mine[-1].after
+    assert of_kind(peer.take_effects(), Discard) == [Discard(tuple(sorted(wanted[:-1])))], "nothing is left on disk"
+
+
+def test_a_way_forward_is_taken_step_by_step() -> None:
+    peer = make_peer("me", ["a"])
+    rows = links(peer.ledger[UNIT].head or START, 2)
+    peer.pipeline.go(UNIT, rows, ["a"])
+    (fetch,) = of_kind(peer.take_effects(), Fetch)
+    assert peer.pipeline.fetched(fetch, True)
+    assert [commit.entry for commit in of_kind(peer.take_effects(), Commit)] == rows[:1]

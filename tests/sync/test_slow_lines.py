@@ -13,7 +13,7 @@ from spesd.sync import effects as fx
 from spesd.sync.coordinator import Gathering, blamed, make_roster
 from spesd.sync.effects import Outcome
 from spesd.sync.ledger import Contributor, Entry, Head
-from spesd.sync.messages import Announce, Call, EntryInfo, HeadInfo, Join, Message
+from spesd.sync.messages import Announce, Call, EntryInfo, HeadInfo, Join, Message, Ready
 from spesd.sync.peer import SyncPeer
 from spesd.sync.simulation import Conditions, World
 
@@ -27,13 +27,15 @@ BIG = dict.fromkeys(("shared-0", "shared-1", *(f"expert-{index}" for index in ra
 def test_blame_falls_on_the_peer_that_explains_most_complaints() -> None:
     told = {"a": ["slow"], "b": ["slow"], "c": [], "slow": ["a", "b", "c"]}
     assert blamed(told) == {"slow"}
-    assert blamed({"a": ["b"], "b": [], "c": []}) == {"b"}, "who is found late, not who finds"
+    assert blamed({"a": ["b"], "b": [], "c": ["b"], "d": []}) == {"b"}, "who is found late, not who finds"
+    assert blamed({"a": ["b"], "b": [], "c": []}) == set(), "one complaint may be either's fault"
 
 
 def test_less_than_half_of_the_members_are_slow_and_whoever_did_not_join_is() -> None:
     assert blamed({"a": ["b"], "b": ["a"]}) == set()
-    assert blamed({"a": ["b"], "b": ["a"], "c": ["d"], "d": ["c"]}) in ({"b"}, {"d"})
-    assert blamed({"a": ["gone", "silent"], "b": []}) == {"gone", "silent"}
+    assert blamed({name: [other for other in "abcd" if other != name] for name in "abcd"}) == {"d"}
+    assert blamed({"a": ["gone", "silent"], "b": ["gone"]}) == {"gone"}
+    assert blamed({"a": ["gone"]}) == {"gone"}, "nobody else is there to complain"
     assert blamed({"a": ["a"], "b": []}) == set()
 
 
@@ -131,6 +133,36 @@ def test_a_fetch_under_way_postpones_the_answer_to_a_call_but_not_for_ever() -> 
     peer.on_snapshot(2.1, 2)
     (join,) = [message for _, message in sent(peer) if isinstance(message, Join)]
     assert join.units[UNIT].head() == genesis(UNIT)
+
+
+# A round of too few ------------------------------------------------------------------------------------------------
+
+
+def test_a_round_waits_for_half_of_the_last_ones_members_but_not_for_ever() -> None:
+    peer = make_peer("me", ["a", "b"])
+    peer.context.members = frozenset({"me", "a", "b", "gone"})
+    peer.on_message(0.0, "a", Ready(round=1))
+    peer.on_snapshot(0.1, 1)
+    peer.on_time(2.0)
+    assert not peer.rounds, "a and b are live and were in the last round"
+    now = 2.0
+    while not peer.rounds:
+        assert now < 2.0 + peer.context.stage.limit + 2 * peer.context.gathering.limit
+        now += 0.5
+        peer.on_time(now)
+        for effect in of_kind(peer.take_effects(), fx.TakeSnapshot):
+            peer.on_snapshot(now, effect.round)
+    assert now >= 2.0 + peer.context.stage.limit
+
+
+def test_a_round_does_not_wait_for_members_that_are_gone() -> None:
+    peer = make_peer("me", ["a", "b"])
+    peer.context.members = frozenset({"me", "a", "b", "c", "d"})
+    peer.on_message(0.0, "a", Ready(round=1))
+    peer.on_snapshot(0.1, 1)
+    peer.on_message(0.2, "a", join_of(UNIT))
+    peer.on_time(2.0)
+    assert peer.rounds
 
 
 # Two calls for one round -------------------------------------------------------------------------------------------
