@@ -8,10 +8,10 @@ import json
 import sys
 from collections.abc import Sequence
 
-from bench.report import Result
+from bench.report import Result, exit_code
 from spesd.cli.console import console, talk
-from spesd.cli.fleet import Interrupted, Interruptible
-from spesd.config.errors import ExitCode, ExpectedError
+from spesd.cli.fleet import Interruptible
+from spesd.config.errors import ExitCode
 
 BENCHES = {
     "trainer": "what rounds cost a trainer in tokens per second",
@@ -32,19 +32,16 @@ ONLY_NAMED = {"live"}
 def main(argv: Sequence[str] | None = None) -> int:
     """Run benches; the exit code is 0 only if every one ran and met its targets."""
     names = _parse(argv)
+    return exit_code(lambda: _run(names))
+
+
+def _run(names: Sequence[str]) -> int:
     results: dict[str, Result] = {}
-    try:
-        with Interruptible() as signals:
-            for name in names:
-                talk(f"bench {name}: {BENCHES[name]}")
-                results[name] = importlib.import_module(f"bench.{name}").run(signals)
-                console().print(results[name].table())
-    except Interrupted as interrupted:
-        talk(f"{interrupted}; everything that was started is stopped")
-        return interrupted.exit_code
-    except ExpectedError as error:
-        talk(str(error))
-        return error.exit_code
+    with Interruptible() as signals:
+        for name in names:
+            talk(f"bench {name}: {BENCHES[name]}")
+            results[name] = importlib.import_module(f"bench.{name}").run(signals)
+            console().print(results[name].table())
     for name, result in results.items():
         for target in (target for target, met in result.targets.items() if not met):
             talk(f"bench {name}: target {target!r} is not met")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
 
+from spesd.cli.console import talk
+from spesd.cli.fleet import Interrupted
 from spesd.config.errors import ExpectedError
 
 if TYPE_CHECKING:
@@ -15,6 +18,18 @@ if TYPE_CHECKING:
 
 class BenchError(ExpectedError):
     """A bench could not measure what it should: nothing is claimed then."""
+
+
+def exit_code(work: Callable[[], int]) -> int:
+    """The exit code of a bench's work; what ends it early is told in a line."""
+    try:
+        return work()
+    except Interrupted as interrupted:
+        talk(f"{interrupted}; everything that was started is stopped")
+        return interrupted.exit_code
+    except ExpectedError as error:
+        talk(str(error))
+        return error.exit_code
 
 
 class Result(BaseModel, ABC):

@@ -7,14 +7,15 @@ import json
 import sys
 from collections.abc import Sequence
 
+from bench.report import exit_code
 from bench.wan import baseline, swarm
 from bench.wan.links import Link
 from bench.wan.report import Measurement, figures, misses, table
 from bench.wan.rig import Rig
 from bench.wan.setting import PEERS, TRANSPORTS, Setting
 from spesd.cli.console import console, talk
-from spesd.cli.fleet import Interrupted, Interruptible
-from spesd.config.errors import ExitCode, ExpectedError
+from spesd.cli.fleet import Interruptible
+from spesd.config.errors import ExitCode
 
 BASELINE = "baseline"
 METHODS = (BASELINE, "fp16", "int8", "int4", "topk")
@@ -23,19 +24,16 @@ METHODS = (BASELINE, "fp16", "int8", "int4", "topk")
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the table, and close with one JSON object; the exit code is 0 only if all goals are met."""
     options = _parse(argv)
+    return exit_code(lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> int:
     setting = Setting(rounds=options.rounds, refresh_every=options.refresh_every, transport=options.transport)
     results: dict[str, Measurement] = {}
-    try:
-        with Interruptible() as signals, Rig(_links(setting)) as rig:
-            for method in options.methods:
-                talk(f"wan bench: {method}")
-                results[method] = _measure(rig, signals, setting, method)
-    except Interrupted as interrupted:
-        talk(f"{interrupted}; everything that was started is stopped")
-        return interrupted.exit_code
-    except ExpectedError as error:
-        talk(str(error))
-        return error.exit_code
+    with Interruptible() as signals, Rig(_links(setting)) as rig:
+        for method in options.methods:
+            talk(f"wan bench: {method}")
+            results[method] = _measure(rig, signals, setting, method)
     console().print(table(results, _title(setting)))
     missed = misses(results)
     for line in missed:

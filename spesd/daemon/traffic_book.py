@@ -47,20 +47,26 @@ class TrafficBook:
 
     def save(self) -> None:
         """Book and write. A full disk costs the account, not the daemon."""
-        self.book(date.today())
-        try:
-            write_atomically(self._path, self._log.model_dump_json().encode())
-        except OSError as error:
-            log.warning("account of traffic not written", path=str(self._path), reason=str(error))
+        self._write(self._booked_json())
 
     async def keep(self) -> None:
         """Save again and again, and at the end, when cancelled."""
         try:
             while True:
                 await asyncio.sleep(SAVE_SECONDS)
-                self.save()
+                await asyncio.to_thread(self._write, self._booked_json())
         finally:
             self.save()
+
+    def _booked_json(self) -> bytes:
+        self.book(date.today())
+        return self._log.model_dump_json().encode()
+
+    def _write(self, data: bytes) -> None:
+        try:
+            write_atomically(self._path, data)
+        except OSError as error:
+            log.warning("account of traffic not written", path=str(self._path), reason=str(error))
 
 
 def _load(path: Path) -> TrafficLog:

@@ -24,6 +24,9 @@ log = structlog.get_logger(__name__)
 
 MAX_BLOB_BYTES = 1 << 36
 CHUNKS_AT_ONCE = 32
+MAX_LIARS = 1024
+"""Peer ids cost nothing to make, so no more are remembered."""
+
 CHUNKS_PER_SOURCE = 6
 """Below the transport's bound for one peer and protocol, so that there is always a stream left to ask for an offer."""
 
@@ -153,6 +156,8 @@ class BlobExchange:
         finally:
             for peer, how in download.caught:
                 log.warning("peer lied about a blob", peer=peer, blob=hash, how=how)
+                if len(self.liars) >= MAX_LIARS:
+                    self.liars.pop()
                 self.liars.add(peer)
 
     def _under_way(self, hash: str) -> Download | None:

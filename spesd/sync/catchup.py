@@ -73,10 +73,10 @@ class CatchUp:
 
     def current(self, trained: Set[UnitId]) -> bool:
         """Whether a peer that trains these units may begin: they are the newest known, the others not far behind."""
-        ledger, allowed = self._context.ledger, self._context.settings.lag_rounds
-        if not ledger.complete or trained & set(self.behind()):
+        ledger, allowed, behind = self._context.ledger, self._context.settings.lag_rounds, self.behind()
+        if not ledger.complete or trained & set(behind):
             return False
-        newest = {unit: max(head.version for head in self._offers[unit].values()) for unit in self.behind()}
+        newest = {unit: max(head.version for head in self._offers[unit].values()) for unit in behind}
         return all(version - ledger[unit].history()[-1].version <= allowed for unit, version in newest.items())
 
     def has_better_than(self, heads: Mapping[UnitId, Head]) -> bool:

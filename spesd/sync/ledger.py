@@ -152,10 +152,6 @@ class Chain:
                 return self.entries[at:]
         return None
 
-    def way(self, head: Head) -> list[Entry]:
-        """The shortest way from `head` to the newest state; empty if `head` is not part of the chain."""
-        return shortest_way(self.entries, head)
-
     def history(self) -> list[Head]:
         """All states that the chain still remembers, oldest first."""
         first = self.anchors[:1]

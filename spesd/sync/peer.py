@@ -196,6 +196,7 @@ class SyncPeer:
         round_ = self.rounds.get(effect.round)
         if round_ is None or round_.hash != effect.roster:
             # contributions are dropped with their round, so what is missing now is nobody's fault
+            self.pipeline.discard([entry.packet] if entry is not None else [])
             return
         for peer, reason in refused.items():
             if peer != self.context.me:
@@ -204,6 +205,8 @@ class SyncPeer:
         if entry is not None and entry.before == self.ledger[entry.unit].head and self.pipeline.commit_own(entry):
             self._made.add(entry.packet)
             round_.announced(now, entry)
+        elif entry is not None:
+            self.pipeline.discard([entry.packet])  # another's came first
         self._close_rounds(now)
 
     def on_fetched(self, now: float, effect: Fetch, ok: bool) -> None:

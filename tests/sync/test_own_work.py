@@ -65,6 +65,18 @@ def test_work_whose_parameters_are_gone_is_neither_offered_nor_subtracted(how: s
     assert peer.work.blobs() == set()
 
 
+def test_a_packet_that_comes_too_late_to_be_committed_does_not_stay_on_disk() -> None:
+    names = members(we_reduce=True)
+    peer = in_round(names)
+    peer.on_contribution(0.4, "a", 1, UNIT, BLOB["a"])
+    peer.on_contribution(0.4, names[2], 1, UNIT, BLOB[names[2]])
+    reduce = of_kind(peer.take_effects(), fx.Reduce)[0]
+    made = entry(reduce.base, "a")
+    peer.ledger.chains[UNIT] = Chain([head(1, 99, "another's")])
+    peer.on_reduced(0.5, reduce, made, {})
+    assert fx.Discard((made.packet,)) in peer.take_effects()
+
+
 def test_a_packet_that_is_refused_does_not_stay_on_disk() -> None:
     peer = make_peer("me", ["a"])
     bad = entry(genesis(UNIT), "a")

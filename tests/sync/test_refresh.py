@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from sync_harness import entry, head, links
-from test_simulation import SETTINGS, SIZES, assert_invariant, make_world, settle
+from test_simulation import SETTINGS, SIZES, assert_invariant, disturb, make_world, settle
 
 from spesd.sync.ledger import Chain, Entry, Head, shortest_way
 from spesd.sync.messages import EntryInfo, HeadInfo, Trail
@@ -93,14 +93,7 @@ def owners(world: World, unit: str) -> list[Node]:
 def test_churn_loss_and_late_joiners(seed: int) -> None:
     world = make_world(12, seed=seed, settings=LAZY, loss=0.02, delay=(0.01, 0.4))
     world.run(30)
-    for at in range(8):
-        victim = world.random.choice(sorted(node.name for node in world.alive))
-        world.kill(victim)
-        world.run(world.random.uniform(1, 8))
-        if at % 3 == 2:
-            world.join(f"late{at}", 3)
-        else:
-            world.restart(victim)
+    disturb(world, 8, 8)
     world.run(60)  # a follower leaves a lost fork at the next refresh
     settle(world, 90)
     assert_invariant(world)

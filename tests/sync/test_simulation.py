@@ -89,19 +89,23 @@ def test_fifty_peers_with_churn_loss_and_delays_end_in_agreement(seed: int) -> N
         assert churn(seed)[0] == trace, "the same seed must give the same trace"
 
 
-def churn(seed: int) -> tuple[str, World]:
-    """Fifty peers; every few seconds one is killed, restarted or new."""
-    world = make_world(50, seed=seed, loss=0.02, delay=(0.01, 0.4))
-    world.run(20)
-    for at in range(12):
-        names = sorted(node.name for node in world.alive)
-        victim = world.random.choice(names)
+def disturb(world: World, deaths: int, longest: float) -> None:
+    """Kill one peer after the other; within `longest` seconds it comes back, or somebody new comes instead."""
+    for at in range(deaths):
+        victim = world.random.choice(sorted(node.name for node in world.alive))
         world.kill(victim)
-        world.run(world.random.uniform(1, 5))
+        world.run(world.random.uniform(1, longest))
         if at % 3 == 2:
             world.join(f"late{at}", 3)
         else:
             world.restart(victim)
+
+
+def churn(seed: int) -> tuple[str, World]:
+    """Fifty peers; every few seconds one is killed, restarted or new."""
+    world = make_world(50, seed=seed, loss=0.02, delay=(0.01, 0.4))
+    world.run(20)
+    disturb(world, 12, 5)
     settle(world, 90)
     return world.trace, world
 
