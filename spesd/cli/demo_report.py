@@ -33,8 +33,13 @@ class Track:
         """Take in a status asked for at `at` (monotonic seconds)."""
         self.status = status
         for unit in status.units:
-            # A later history overrides: a fork that was settled leaves only the winner's chain.
-            self.versions[unit.unit].update({link.version: link.hash for link in unit.history})
+            known, shown = self.versions[unit.unit], {link.version: link.hash for link in unit.history}
+            # A later history overrides: a fork that was settled leaves only the winner's chain. Where it does not reach
+            # back to what was shown before, as after a full state, that may have been the losing side.
+            oldest = min(known.keys() & shown.keys(), default=None)
+            if oldest is None or known[oldest] != shown[oldest]:
+                known.clear()
+            known.update(shown)
         self._last = (at, status.trainer.tokens)
         if self._first is None:
             self._first = self._last

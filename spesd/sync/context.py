@@ -11,7 +11,7 @@ from spesd.config.manifest import SyncConfig
 from spesd.sync.effects import Effect, Send, Strike
 from spesd.sync.ledger import Head, Ledger, PeerId, UnitId, is_better
 from spesd.sync.messages import MAX_ROUND_WEIGHT, Message
-from spesd.sync.patience import FLOOR, Patience
+from spesd.sync.patience import FLOOR, PACKET_FLOOR, Patience
 from spesd.sync.rendezvous import rank
 
 MAX_STAGES = 3
@@ -68,11 +68,12 @@ class Context:
     def __post_init__(self) -> None:
         settings = self.settings
         gather, contribute = settings.gather_seconds, settings.contribute_seconds
-        stage = contribute + settings.packet_seconds
+        packet = settings.packet_seconds
+        stage, least_stage = contribute + packet, FLOOR * contribute + PACKET_FLOOR * packet
         self.gathering = Patience(gather, FLOOR * gather)
         self.contributing = Patience(contribute, FLOOR * contribute)
-        self.stage = Patience(stage, FLOOR * stage)
-        self.committing = Patience(MAX_STAGES * stage, FLOOR * stage)
+        self.stage = Patience(stage, least_stage)
+        self.committing = Patience(MAX_STAGES * stage, least_stage)
 
     def emit(self, effect: Effect) -> None:
         self.effects.append(effect)

@@ -17,6 +17,9 @@ SPREADS = 6.0
 FLOOR = 0.2
 """Share of a setting of the manifest that is always waited for."""
 
+PACKET_FLOOR = 0.5
+"""The same for packets: a second packet made while the first is on its way is a fork, which costs somebody a round."""
+
 REMEMBERED = 8
 """Rounds over whose time the pace is reckoned."""
 

@@ -18,7 +18,7 @@ from spesd.sync.context import MAX_STAGES, Context
 from spesd.sync.effects import Encode, Outcome, Reduce, RoundEnded, SendContribution, UnitReport
 from spesd.sync.ledger import Contributor, Entry, Head, PeerId, UnitId
 from spesd.sync.messages import Announce, EntryInfo, Roster
-from spesd.sync.patience import FLOOR
+from spesd.sync.patience import PACKET_FLOOR
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class Round:
         self.started = now
         self._gone: set[PeerId] = set()
         self.contribute_seconds = context.contributing.seconds
-        spread = FLOOR * context.settings.packet_seconds
+        spread = PACKET_FLOOR * context.settings.packet_seconds
         self.stage_seconds = max(context.stage.seconds, self.contribute_seconds + spread)
         self.commit_seconds = max(context.committing.seconds, self.stage_seconds)
         self.units: dict[UnitId, UnitRound] = {}

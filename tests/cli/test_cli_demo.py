@@ -164,7 +164,7 @@ def observed(*histories, **fields):
 
 
 def test_hashes_are_compared_by_version_over_the_whole_run():
-    one = observed([link(1), link(2)], [link(3), link(4)])
+    one = observed([link(1), link(2)], [link(2), link(3)], [link(3), link(4)])
     assert not list(disagreements([one, observed([link(2), link(3)])]))
     assert list(disagreements([one, observed([link(1, "other"), link(2)])])) == [
         "expert-0 version 1 has 2 different hashes"
@@ -174,6 +174,13 @@ def test_hashes_are_compared_by_version_over_the_whole_run():
 def test_a_settled_fork_is_no_disagreement():
     loser = observed([link(1), link(2, "fork")], [link(1), link(2), link(3)])
     assert not list(disagreements([loser, observed([link(2), link(3)])]))
+
+
+@pytest.mark.parametrize("after", [[link(4)], [link(2), link(3), link(4)]], ids=["full state", "older fork"])
+def test_what_a_peer_gave_up_without_showing_it_is_no_disagreement(after):
+    loser = observed([link(1, "fork"), link(2, "fork")], after)
+    assert not list(disagreements([loser, observed([link(1), link(2)], [link(2), link(3), link(4)])]))
+    assert list(disagreements([loser, observed([link(4, "other")])]))
 
 
 def test_without_a_common_version_nothing_is_proved():

@@ -46,9 +46,8 @@ def test_four_daemons_agree_on_every_round_and_learn(four: Swarm) -> None:
         lambda: sorted(four.owner_counts().values()) == [1] * 4 + [2] * 4,
     )
     four.until_agreed(8)
-    shown = four.assert_agreement(four.running)
-    assert len(shown) == EXPERTS + 2
-    assert min(shown.values()) >= 8, f"{shown}\n{four.report()}"
+    assert len(four.shown_by_all()) == EXPERTS + 2
+    four.until("eight versions of each unit are compared", lambda: min(four.shown_by_all().values()) >= 8)
     first = four["founder"].status.trainer.first_held_out
     assert first is not None
     four.until("the held-out loss falls on all", lambda: all(loss_of(peer) < first.loss - 0.5 for peer in four.running))
@@ -89,7 +88,7 @@ def test_a_peer_killed_inside_a_round_costs_nobody_else_anything(four: Swarm, ho
             for unit in shared
         }
         assert all(at.values()), f"{peer.name} committed neither round {round_} nor the next\n{four.report()}"
-    four.assert_agreement(survivors)
+    four.until_agreed(2, *survivors)
 
     kept, left = progress_of(victim), p2pd_sockets(victim.config.state_dir)
     victim.start()
