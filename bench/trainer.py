@@ -125,9 +125,14 @@ class Speed:
             self._last = (at, tokens)
             self._first = self._first or self._last
 
+    @property
+    def is_known(self) -> bool:
+        """Whether two changes were seen."""
+        return self._first != self._last
+
     def tokens_per_second(self) -> float:
         """Raises BenchError when fewer than two changes were seen."""
-        if self._first is None or self._last is None or self._first == self._last:
+        if self._first is None or self._last is None or not self.is_known:
             raise BenchError("the trainer reported no progress while it was measured; is the machine busy?")
         return (self._last[1] - self._first[1]) / (self._last[0] - self._first[0])
 

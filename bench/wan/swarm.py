@@ -92,14 +92,19 @@ def _measure(fleet: Fleet, rig: Rig, setting: Setting, codec: str) -> Measuremen
     before, devices = _statuses(fleet), _devices(rig)
     began, last = time.monotonic(), first + setting.rounds
 
-    def ended(statuses: Sequence[Status]) -> bool:
+    def observe(statuses: Sequence[Status]) -> bool:
         for speed, status in zip(speeds, statuses, strict=True):
             speed.observe(status.trainer.tokens, time.monotonic())
+        return all(speed.is_known for speed in speeds)
+
+    def ended(statuses: Sequence[Status]) -> bool:
+        observe(statuses)
         return last in _common_rounds(fleet)
 
     _wait(fleet, setting.rounds * ROUND_SECONDS, f"round {last} has not ended everywhere", ended)
     window = time.monotonic() - began
     after, devices_after = _statuses(fleet), _devices(rig)
+    _wait(fleet, ROUND_SECONDS, "a trainer has reported no progress since the first round", observe)
     rounds = [_shared_seconds(fleet, number) for number in range(first + 1, last + 1)]
     volume = setting.swarm_volume(codec)
     peers = []
