@@ -279,7 +279,9 @@ def swarm(experiment: Experiment) -> list[Point]:
         conditions,
         experiment.seed,
         lambda node: ModelTrainer(experiment, node),
-        Merging(experiment.draft.merge, experiment.experts, experiment.draft.model.layers),
+        Merging(
+            experiment.draft.merge, experiment.experts, experiment.draft.model.layers, experiment.draft.sync.stagger
+        ),
         experiment.draft.outer,
     )
     genesis = {unit: experiment.genesis[at : at + sizes[unit]] for unit, at in layout.offsets.items()}

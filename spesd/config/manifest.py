@@ -121,6 +121,12 @@ class SyncConfig(Section):
     local_steps: int = Field(ge=1, description="least steps after which a peer is ready for the next round")
     max_local_steps: int = Field(default=0, ge=0, description="most of them where rounds take long; 0: as local_steps")
     comm_share: float = Field(default=0.5, gt=0, le=1, description="share of the time that a round may take, for that")
+    stagger: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="rounds in which each unit has one turn: more of them, each with fewer units, local_steps apart",
+    )
     min_round_seconds: float = Field(default=0.0, ge=0, description="least time between two calls")
     gather_seconds: float = Field(default=3.0, gt=0, description="a call waits at most so long for peers to join")
     contribute_seconds: float = Field(
@@ -133,10 +139,14 @@ class SyncConfig(Section):
     stale_rounds: int = Field(default=20, ge=1, description="work older than this many rounds is dropped")
     anchor_rounds: int = Field(default=8, ge=1, description="rounds between full unit states on disk")
     refresh_every: int = Field(
-        default=1, ge=1, le=64, description="rounds in which those who do not train an expert fetch it once"
+        default=1, ge=1, le=64, description="turns of an expert of which those who do not train it fetch one"
     )
     lag_rounds: int = Field(default=4, ge=0, description="rounds that a foreign expert may lack when training begins")
     evaluate_rounds: int = Field(default=1, ge=1, description="rounds between held-out evaluations")
+
+    def turn(self, round_: int) -> int:
+        """Number of the turn that units have in or before this round. `merge.interval`, `refresh_every` count these."""
+        return round_ // self.stagger
 
     @model_validator(mode="after")
     def _whole_blocks(self) -> SyncConfig:
@@ -148,7 +158,7 @@ class SyncConfig(Section):
 class MergeConfig(Section):
     """Expert-merging warm-up (SPES, section 3.3): early on, experts move toward those most like them."""
 
-    interval: int = Field(default=0, ge=0, description="rounds between two merging rounds; 0: never")
+    interval: int = Field(default=0, ge=0, description="turns of an expert of which one merges; 0: never")
     alpha: float = Field(default=0.05, ge=0, lt=1, description="strength at round 0, of 0.05 in the authors' code")
     decay_rounds: int = Field(default=100, ge=1, description="rounds in which the strength falls to 0")
     top_k: int = Field(default=4, ge=1, description="most similar experts toward whose mean an expert moves")
@@ -198,6 +208,8 @@ class Draft(Section):
             raise ValueError(f"model.vocabulary {self.model.vocabulary} is less than the 256 of data.tokenizer 'bytes'")
         if self.sync.shared_shards > self.model.vocabulary * self.model.width:
             raise ValueError(f"sync.shared_shards {self.sync.shared_shards} is more than there are shared values")
+        if self.sync.stagger > self.sync.shared_shards + self.model.experts:
+            raise ValueError(f"sync.stagger {self.sync.stagger} is more than there are units to take turns")
         if self.outer.method == "nesterov" and self.merge.interval:
             raise ValueError("outer.method 'nesterov' would give merging moves momentum too: set merge.interval to 0")
         return self

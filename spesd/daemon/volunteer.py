@@ -100,7 +100,7 @@ class Volunteer:
         run, me = manifest.run_id, identity.peer_id
         self.peer = SyncPeer(me, run, sizes, manifest.sync, IdentitySigner(identity), fresh_seed())
         experts = [unit.id for unit in self._layout.units if unit.kind == "expert"]
-        merging = Merging(manifest.merge, experts, manifest.model.layers)
+        merging = Merging(manifest.merge, experts, manifest.model.layers, manifest.sync.stagger)
         self.workshop = Workshop(run, sizes, manifest.sync, StoredBlobs(store.blobs), merging, manifest.outer)
         self.trainer = Trainer(config, manifest, state_dir, store, self.peer, self.workshop, self._tell)
         self._keep = [run, *(shard.hash for shard in (*manifest.data.train, *manifest.data.held_out))]

@@ -25,7 +25,7 @@ MAX_HINT_JUMP = 64
 
 
 REDUCER_ROUNDS = 16
-"""Rounds after which the reducers of units are drawn anew."""
+"""Turns after which the reducers of units are drawn anew."""
 
 
 class Signer(Protocol):
@@ -101,7 +101,10 @@ class Context:
     def is_refresh(self, unit: UnitId, before: int, after: int) -> bool:
         """Whether the packet from version `before` to `after` is a refresh: the first in a span of `refresh_every`."""
         every = self.settings.refresh_every
-        return every > 1 and unit.startswith("expert") and before // every < after // every
+        return every > 1 and unit.startswith("expert") and self._span(before) < self._span(after)
+
+    def _span(self, round_: int) -> int:
+        return self.settings.turn(round_) // self.settings.refresh_every
 
     def refresh_base(self, unit: UnitId, before: int, after: int) -> Head | None:
         """The state at which the packet from version `before` to `after` starts if it is a refresh, else None."""
@@ -112,8 +115,12 @@ class Context:
         ours = self.ledger[unit].head
         if not is_better(head, ours):
             return False
-        every = self.settings.refresh_every
-        return ours is None or not self.is_lazy(unit) or head.version // every > ours.version // every
+        return ours is None or not self.is_lazy(unit) or self._span(head.version) > self._span(ours.version)
+
+    def in_turn(self, round_: int) -> list[UnitId]:
+        """Units that `round_` is about: every `stagger`-th in layout order."""
+        every = self.settings.stagger
+        return [unit for index, unit in enumerate(self.sizes) if index % every == round_ % every]
 
     def coordinators(self, round_: int) -> list[PeerId]:
         """Live peers in the order in which they may coordinate `round_`."""
@@ -130,5 +137,5 @@ class Context:
 
         The first stays so for a while: what the codec loses of its packets comes with its next ones.
         """
-        key = f"{self.run}|reduce|{unit}|{round_ // REDUCER_ROUNDS}"
+        key = f"{self.run}|reduce|{unit}|{self.settings.turn(round_) // REDUCER_ROUNDS}"
         return sorted(rank(key, contributors), key=lambda peer: peer in late)

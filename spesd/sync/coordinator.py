@@ -126,7 +126,7 @@ class Coordinator:
             return None  # a round of our own would make all others wait for our link
         if self._too_few(now, gathering):
             return None
-        roster = make_roster(context.me, gathering, context.sizes)
+        roster = make_roster(context.me, gathering, context.in_turn(gathering.round))
         signed = SignedRoster(roster=roster, signature=context.signer.sign(roster.canonical_bytes()))
         context.broadcast(roster.tokens, signed)
         return signed

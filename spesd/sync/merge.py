@@ -71,16 +71,20 @@ def merge_update(expert: int, experts: Sequence[Values], similarity: Similarity,
 
 @dataclass(frozen=True, slots=True)
 class Merging:
-    """The merging of one run: `experts` are all expert units in index order, of `layers` layers each."""
+    """The merging of one run: `experts` are all expert units in index order, of `layers` layers each.
+
+    With `stagger` above 1 experts take turns, and each moves from the states that the others have by then.
+    """
 
     config: MergeConfig
     experts: Sequence[UnitId]
     layers: int
+    stagger: int = 1
 
     def due(self, unit: UnitId, round_: int) -> bool:
         """Whether packets of `unit` in `round_` may hold a merging move: the same answer on every peer."""
         config = self.config
-        on = config.interval > 0 and round_ % config.interval == 0 and unit in self.experts
+        on = config.interval > 0 and round_ // self.stagger % config.interval == 0 and unit in self.experts
         return on and alpha_at(round_, config.alpha, config.decay_rounds) > 0
 
     def update(self, unit: UnitId, round_: int, agreed: Mapping[UnitId, Values]) -> Values | None:

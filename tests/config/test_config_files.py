@@ -113,3 +113,15 @@ def test_unreadable_file(tmp_path, content, message):
 def test_folder_instead_of_a_file(tmp_path):
     with pytest.raises(ConfigError, match="Is a directory"):
         load_draft(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "key,value,said",
+    [
+        ("stagger", 40, "sync.stagger 40 is more than there are units to take turns"),
+        ("block", 100, "block 100 is not a power of 2 such as 128"),
+    ],
+)
+def test_settings_that_do_not_fit_together_are_refused(draft, key, value, said):
+    lines, _ = draft(("[sync]", f"[sync]\n{key} = {value}"))
+    assert any(said in line for line in lines), lines
