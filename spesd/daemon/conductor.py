@@ -97,6 +97,7 @@ class Conductor:
         self._banned_until: dict[PeerId, float] = {}
         self._loop = asyncio.get_running_loop()
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="workshop")
+        self._disk = ThreadPoolExecutor(1, thread_name_prefix="disk")  # no arithmetic waits for it
         self._locks: defaultdict[UnitId, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._tasks: set[asyncio.Task[None]] = set()
         self._fetches: dict[bool, asyncio.Queue[fx.Fetch]] = {True: asyncio.Queue(), False: asyncio.Queue()}
@@ -127,7 +128,8 @@ class Conductor:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.to_thread(self._threads.shutdown)
+        for threads in (self._threads, self._disk):
+            await asyncio.to_thread(threads.shutdown)
 
     def tell(self, event: Callable[[float], None]) -> None:
         """Hand the protocol an event, a call that takes the time, and carry out what follows from it."""
@@ -292,7 +294,7 @@ class Conductor:
         """Write the unit's chain. A full disk is said, and survived: training goes on."""
         chain = ChainFile.of(self.peer.ledger[unit])
         try:
-            await self._in_thread(unit, self.store.save_chain, unit, chain)
+            await self._loop.run_in_executor(self._disk, self.store.save_chain, unit, chain)
             self.disk_error = ""
         except OSError as error:
             self._disk_failed(error, unit)
@@ -307,7 +309,7 @@ class Conductor:
                 if blob not in self._keep_always:
                     self.store.blobs.remove(blob)
 
-        await self._loop.run_in_executor(self._threads, remove)
+        await self._loop.run_in_executor(self._disk, remove)
 
     async def _fetch_forever(self, queue: asyncio.Queue[fx.Fetch]) -> None:
         """Fetch one blob after the other. The exchange lets those that this peer's own units wait for go first."""

@@ -32,7 +32,7 @@ def found(draft: Draft, blobs: BlobStore) -> Manifest:
     genesis = {}
     for unit in layout.units:
         at = layout.offsets[unit.id]
-        genesis[unit.id] = blobs.put(values[at : at + unit.size].astype("<f4").tobytes())
+        genesis[unit.id] = blobs.put(values[at : at + unit.size].astype("<f4").tobytes(), durable=True)
     return draft.seal(prepared.train, prepared.held_out, genesis)
 
 

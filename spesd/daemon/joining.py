@@ -173,5 +173,5 @@ async def fetch_data(
 def keep_manifest(manifest: Manifest, state_dir: StateDir, store: BlobStore) -> None:
     """Bind the state dir to the run, and serve the manifest to joiners. Raises OSError."""
     data = manifest.canonical_bytes()
-    store.put(data)
+    store.put(data, durable=True)
     write_atomically(state_dir.manifest, data)

@@ -40,8 +40,8 @@ class StoredBlobs:
         except BlobMissing as error:
             raise KeyError(str(error)) from None
 
-    def put(self, data: bytes) -> str:
-        return self._store.put(data)
+    def put(self, data: bytes, *, durable: bool = False) -> str:
+        return self._store.put(data, durable=durable)
 
 
 class ChainFile(BaseModel):

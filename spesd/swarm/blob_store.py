@@ -41,13 +41,16 @@ class BlobStore:
         for needed in (self._temporary, self._partial):
             needed.mkdir(parents=True, exist_ok=True)
 
-    def put(self, data: Buffer) -> str:
-        """Store bytes; returns their hash. Raises OSError."""
+    def put(self, data: Buffer, *, durable: bool = False) -> str:
+        """Store bytes; returns their hash. Raises OSError.
+
+        Only what is `durable` is sure to outlive a power cut; of the rest a damaged file is found out on reading.
+        """
         hash = blake3(data).hexdigest()
         if not self.has(hash):
             with self._new_file() as file:
                 file.write(data)
-                self._finish(file, hash)
+                self._finish(file, hash, durable)
         return hash
 
     def put_file(self, path: Path) -> str:
@@ -56,7 +59,7 @@ class BlobStore:
             shutil.copyfileobj(source, file, 1 << 20)
             file.flush()
             hash = hash_file(Path(file.name))  # of the copy: the source may change meanwhile
-            self._finish(file, hash)
+            self._finish(file, hash, durable=True)
         return hash
 
     def adopt(self, path: Path, hash: str) -> Path:
@@ -132,7 +135,8 @@ class BlobStore:
                 Path(file.name).unlink(missing_ok=True)
                 raise
 
-    def _finish(self, file: BinaryIO, hash: str) -> None:
+    def _finish(self, file: BinaryIO, hash: str, durable: bool) -> None:
         file.flush()
-        os.fsync(file.fileno())
+        if durable:
+            os.fsync(file.fileno())
         self.adopt(Path(file.name), hash)

@@ -12,7 +12,7 @@ from blake3 import blake3
 
 from spesd.swarm.blob_server import BlobServer
 from spesd.swarm.blob_store import BlobStore
-from spesd.swarm.chunks import CHUNK_BYTES, HASH_BYTES, chunk_count
+from spesd.swarm.chunks import CHUNK_BYTES, HASH_BYTES, ChunkList, chunk_count
 from spesd.swarm.download import Download
 from spesd.swarm.errors import BlobUnavailable, PeerMisbehaved
 from spesd.swarm.gate import Gate
@@ -146,7 +146,8 @@ class BlobExchange:
         sources = _BlobSources(self._transport, self._protocol, hash, sizes)
         # each peer begins elsewhere, so that they soon have something to give to each other
         first = int.from_bytes(blake3(f"{self._transport.peer_id} {hash}".encode()).digest(8), "big")
-        download = Download(hash, self.store.partial_path(hash), sources, self._gate, self.liars, first)
+        known = ChunkList.alone(hash, sizes.start) if len(sizes) == 1 and chunk_count(sizes.start) == 1 else None
+        download = Download(hash, self.store.partial_path(hash), sources, self._gate, self.liars, first, known)
         return _Fetch(asyncio.create_task(self._run(hash, download)), download)
 
     async def _run(self, hash: str, download: Download) -> None:

@@ -54,6 +54,11 @@ class ChunkList:
             raise WireError("the only chunk has another hash than the blob")
         return cls(size, hashes)
 
+    @classmethod
+    def alone(cls, name: str, size: int) -> ChunkList:
+        """The list of a blob of a single chunk, whose hash is the blob's name."""
+        return cls(size, bytes.fromhex(name))
+
     @property
     def count(self) -> int:
         """Number of chunks."""

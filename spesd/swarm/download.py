@@ -23,8 +23,20 @@ _GRACE_SECONDS = 0.25
 class Download:
     """A blob under way into `file`, which is sparse: after a crash, those of its chunks that fit a list are there."""
 
-    def __init__(self, name: str, file: Path, sources: Sources, gate: Gate, liars: Set[str], first_chunk: int) -> None:
-        """`liars` are believed last. Two peers that begin at different chunks can give theirs to each other."""
+    def __init__(
+        self,
+        name: str,
+        file: Path,
+        sources: Sources,
+        gate: Gate,
+        liars: Set[str],
+        first_chunk: int,
+        known: ChunkList | None = None,
+    ) -> None:
+        """`liars` are believed last. Two peers that begin at different chunks can give theirs to each other.
+
+        The chunk list may be `known` before anybody is asked: that of a blob of one chunk is its name.
+        """
         self.file = file
         self.urgent = False
         self.chunks: ChunkList | None = None
@@ -37,7 +49,7 @@ class Download:
         self._liars = liars
         self._first_chunk = first_chunk
         self._news = News()
-        self._holders = Holders(sources, self._news)
+        self._holders = Holders(sources, self._news, known)
         self._failures: dict[str, int] = {}
         self._requests: dict[int, set[asyncio.Task[bytes]]] = {}
 
@@ -82,13 +94,13 @@ class Download:
         workers: dict[str, list[asyncio.Task[None]]] = {}
         try:
             while not plan.complete:
-                serving = self._holders.serving(chunks)
-                for peer in serving:
-                    if peer not in workers:
-                        count = min(_WORKERS_PER_SOURCE, chunks.count)
-                        workers[peer] = [asyncio.create_task(self._work(peer, chunks, plan)) for _ in range(count)]
                 for worker in (worker for started in workers.values() for worker in started if worker.done()):
                     worker.result()
+                serving = self._holders.serving(chunks)
+                for peer in serving:
+                    if all(worker.done() for worker in workers.get(peer, [])):
+                        count = min(_WORKERS_PER_SOURCE, chunks.count)
+                        workers[peer] = [asyncio.create_task(self._work(peer, chunks, plan)) for _ in range(count)]
                 useful = any(plan.wants_from(self._holders.part(peer)) for peer in serving)
                 if not (useful or self._holders.pending or plan.on_the_way):
                     return False
@@ -102,7 +114,7 @@ class Download:
 
     async def _work(self, peer: str, chunks: ChunkList, plan: ChunkPlan) -> None:
         try:
-            while peer not in self._holders.reasons and not plan.complete:
+            while self._holders.serves(peer) and not plan.complete:
                 pause = 0.0
                 async with self._gate.slot(peer, self.urgent):
                     index = plan.ask(peer, self._holders.part(peer), asyncio.get_running_loop().time())
@@ -146,7 +158,9 @@ class Download:
     def _blame(self, peer: str, error: TransportError) -> float:
         """How long to leave `peer` alone; it is given up when it will not, or fails again and again."""
         if isinstance(error, PeerRefused):
-            if error.code not in ("busy", "not-yet"):
+            if error.code == "not-found":
+                self._holders.lacks(peer, str(error))
+            elif error.code not in ("busy", "not-yet"):
                 self._holders.give_up(peer, str(error))
             return _PAUSE_SECONDS * random.uniform(1, 4)
         failures = self._failures[peer] = self._failures.get(peer, 0) + 1

@@ -69,11 +69,15 @@ class News:
 
 
 class Holders:
-    """The sources of one blob. `reasons` says of each that was given up why."""
+    """The sources of one blob. `reasons` says of each that was given up why.
 
-    def __init__(self, sources: Sources, news: News) -> None:
+    Where the chunk list is `known` without asking, every source is taken to have the whole until it says otherwise.
+    """
+
+    def __init__(self, sources: Sources, news: News, known: ChunkList | None = None) -> None:
         self.reasons: dict[str, str] = {}
         self._sources = sources
+        self._known = known
         self._news = news
         self._offers: dict[str, Offer] = {}
         self._lacking: dict[str, str] = {}
@@ -83,8 +87,22 @@ class Holders:
     def add(self, peers: Iterable[str]) -> None:
         """Ask these too, unless all is over."""
         for peer in peers:
-            if peer not in self._tasks and not self._closed:
+            if peer in self._tasks or peer in self._offers or self._closed:
+                continue
+            if self._known is None:
                 self._tasks[peer] = asyncio.create_task(self._follow(peer))
+            else:
+                self._offers[peer] = Offer(self._known, None)
+                self._news.tell()
+
+    def lacks(self, peer: str, reason: str) -> None:
+        """A source does not have what it was asked for: ask whether it has it by now, unless it had offered it."""
+        if peer in self._tasks or self._closed:
+            self.give_up(peer, reason)
+            return
+        del self._offers[peer]
+        self._lacking[peer] = reason
+        self._tasks[peer] = asyncio.create_task(self._follow(peer))
 
     async def close(self) -> None:
         """Ask nobody any more."""
@@ -118,6 +136,10 @@ class Holders:
             for peer, offer in self._offers.items()
             if peer not in self.reasons and (offer.chunks == chunks or offer.part is not None)
         ]
+
+    def serves(self, peer: str) -> bool:
+        """Whether `peer` has anything, as far as we know, and is not given up."""
+        return peer in self._offers and peer not in self.reasons
 
     def vouches(self, peer: str) -> bool:
         """Whether `peer` gave a chunk list, and so is bound to it."""

@@ -55,7 +55,6 @@ class SyncPeer:
         self.leaving = False
         self._shared = frozenset(unit for unit in sizes if unit.startswith("shared"))
         self._heard: dict[PeerId, float] = {}
-        self._made: set[str] = set()
 
     # What others can see ---------------------------------------------------------------------------------------------
 
@@ -203,8 +202,8 @@ class SyncPeer:
                 self.context.strike(peer, f"contribution to {effect.unit} in round {effect.round}: {reason}")
         round_.reduced(effect.unit, entry)
         if entry is not None and entry.before == self.ledger[entry.unit].head and self.pipeline.commit_own(entry):
-            self._made.add(entry.packet)
             round_.announced(now, entry)
+            self._announce(round_, entry)  # others fetch it while it is applied here
         elif entry is not None:
             self.pipeline.discard([entry.packet])  # another's came first
         self._close_rounds(now)
@@ -220,11 +219,8 @@ class SyncPeer:
         entry = effect.entry
         if self.pipeline.committed(effect, ok):
             self._moved(now, entry.unit, entry.after)
-            if entry.packet in self._made:
-                self._announce(entry)
         else:
             self.catchup.failed(entry.unit)
-        self._made.discard(entry.packet)
         self.on_time(now)
 
     def on_adopted(self, now: float, effect: Adopt, ok: bool) -> None:
@@ -379,11 +375,9 @@ class SyncPeer:
         self.context.newest_round = max(self.context.newest_round, head.version)
         self.rounds.committed(now, unit, head)
 
-    def _announce(self, entry: Entry) -> None:
+    def _announce(self, round_: Round, entry: Entry) -> None:
         """Tell everybody of a packet that we have made."""
-        round_ = self.rounds.get(entry.after.version)
-        members = set(round_.roster.tokens) if round_ is not None else set()
-        self.context.broadcast(members | self.context.live, Announce(entries=[EntryInfo.of(entry)]))
+        self.context.broadcast(round_.roster.tokens.keys() | self.context.live, Announce(entries=[EntryInfo.of(entry)]))
 
     def _close_rounds(self, now: float) -> None:
         for report in self.rounds.close(now):

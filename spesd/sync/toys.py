@@ -24,7 +24,7 @@ class MemoryBlobs:
     def get(self, hash: str) -> bytes:
         return self.data[hash]
 
-    def put(self, data: bytes) -> str:
+    def put(self, data: bytes, *, durable: bool = False) -> str:
         name = blake3(data).hexdigest()
         self.data[name] = data
         return name

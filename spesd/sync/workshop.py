@@ -35,7 +35,9 @@ class Blobs(Protocol):
         """Raises KeyError if they are not here."""
         ...
 
-    def put(self, data: bytes) -> str: ...
+    def put(self, data: bytes, *, durable: bool = False) -> str:
+        """Store bytes; what is `durable` outlives a power cut, the rest can be fetched again. Returns their hash."""
+        ...
 
 
 class Rejected(ValueError):
@@ -274,7 +276,7 @@ class Workshop:
             old if old is not None else np.zeros_like(new), new, self._own(unit, accepted), self._own(unit, returned)
         )
         if keep:
-            self._blobs.put(np.ascontiguousarray(new, "<f4").tobytes())
+            self._blobs.put(np.ascontiguousarray(new, "<f4").tobytes(), durable=True)
         self.agreed[unit], self._heads[unit] = new, head
         return change
 

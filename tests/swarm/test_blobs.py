@@ -69,7 +69,7 @@ def test_a_write_that_fails_or_is_killed_leaves_nothing(tmp_path: Path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         with pytest.raises(OSError, match="No space"):
-            store.put(DATA)
+            store.put(DATA, durable=True)
     assert list(store) == [] and list((tmp_path / "temporary").iterdir()) == []
     (tmp_path / "temporary" / "of a killed process").write_bytes(b"half")
     assert list(BlobStore(tmp_path)) == [] and list((tmp_path / "temporary").iterdir()) == []
@@ -360,6 +360,51 @@ async def test_small_and_empty_blobs_and_bad_requests(start_transport: StartTran
     ):
         with pytest.raises(PeerRefused, match="bad-request"):
             await me.transport.request(server.id, BLOB, body, timeout=10)
+
+
+SMALL = os.urandom(1000)
+SMALL_HASH = blake3(SMALL).hexdigest()
+
+
+async def small(me: Peer, *sources: Peer, timeout: float = 20) -> None:
+    await me.exchange.fetch(SMALL_HASH, [source.id for source in sources], timeout=timeout, size=len(SMALL))
+    assert me.store.get(SMALL_HASH) == SMALL
+
+
+async def test_a_blob_of_one_chunk_takes_one_request(start_transport: StartTransport, tmp_path: Path) -> None:
+    me, server, other = [await Peer.start(start_transport, tmp_path / str(number), SMALL) for number in range(3)]
+    me.store.remove(SMALL_HASH)
+    requests: list[str] = []
+    for peer in (server, other):
+        peer.before = lambda body, peer=peer: requests.append(peer.id)  # type: ignore[misc]
+    await small(me, server, other)
+    assert requests == [server.id]
+
+
+async def test_who_lacks_a_blob_of_one_chunk_is_asked_again(start_transport: StartTransport, tmp_path: Path) -> None:
+    me = await Peer.start(start_transport, tmp_path / "me")
+    empty = await Peer.start(start_transport, tmp_path / "empty")
+    with pytest.raises(BlobUnavailable, match="is not here"):
+        await small(me, empty)
+
+    silent = await Peer.start(start_transport, tmp_path / "silent")
+    forever = asyncio.Event()
+
+    async def wait(caller: str, body: dict[str, Any], payload: bytes) -> Reply:
+        empty.store.put(SMALL)
+        await forever.wait()
+        raise AssertionError
+
+    await silent.transport.serve(BLOB, wait)
+    await small(me, empty, silent)
+
+
+async def test_who_lies_about_a_blob_of_one_chunk_is_caught(start_transport: StartTransport, tmp_path: Path) -> None:
+    me, liar = await Peer.start(start_transport, tmp_path / "me"), await Peer.start(start_transport, tmp_path / "liar")
+    good = await Peer.start(start_transport, tmp_path / "good", SMALL)
+    liar.lie(bytes(len(SMALL)))
+    await small(me, liar, good)
+    assert me.exchange.liars == {liar.id}
 
 
 async def test_a_blob_that_was_damaged_on_disk_is_not_offered(start_transport: StartTransport, tmp_path: Path) -> None:
