@@ -12,45 +12,55 @@ from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 
-from bench.quality.experiments import FULL, REDUCED, Outcome, Setting, run
+from bench.quality.experiments import FULL, REDUCED, Setting, run
 from bench.quality.plots import draw, read_curves
-from bench.quality.report import remarks, summarise, table, write_curves
+from bench.quality.report import Results, read_results, remarks, summarise, table, write_curves
 from bench.quality.rows import LEFT_TO_FULL, ROWS
 from bench.quality.text import DOMAINS
 from spesd.cli.console import console, talk
 from spesd.config.errors import ExpectedError
 
 SEEDS = 3
+CURVES = "curves.csv"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the rows, print the table, write curves and plots, and close with one JSON object."""
     options = _parse(argv)
     setting = _setting(options)
-    results: dict[str, dict[int, Outcome]] = {name: {} for name in options.rows}
-    seeds = range(options.first_seed, options.first_seed + options.seeds)
-    jobs = [(name, seed) for seed in seeds for name in options.rows]
     try:
-        with _pool(options.jobs) as pool:
-            waiting = {pool.submit(run, ROWS[name], setting, seed): (name, seed) for name, seed in jobs}
-            for done, future in enumerate(as_completed(waiting), 1):
-                name, seed = waiting[future]
-                results[name][seed] = future.result()
-                loss = results[name][seed].curve[-1].loss
-                talk(f"{done} of {len(jobs)}: {name}, seed {seed}: held-out loss {loss:.3f}")
-        figures = {name: summarise(list(outcomes.values())) for name, outcomes in results.items()}
+        results = _run(options, setting)
+        figures = {name: summarise(list(results[name].values())) for name in options.rows}
         console().print(table(figures, setting))
         for remark in remarks(figures):
             console().print(remark)
         if options.out is not None:
-            options.out.mkdir(parents=True, exist_ok=True)
-            write_curves(options.out / "curves.csv", results)
-            draw(read_curves(options.out / "curves.csv"), options.out, f"{setting.steps} steps of each of four peers")
+            draw(read_curves(options.out / CURVES), options.out, f"{setting.steps} steps of each of four peers")
     except ExpectedError as error:
         talk(f"error: {error}")
         return 1
     print(json.dumps({name: row.public() for name, row in figures.items()}))
     return 0
+
+
+def _run(options: argparse.Namespace, setting: Setting) -> Results:
+    """Run what the curves in the folder `--out` do not have yet; each result is written at once."""
+    file = None
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        file = options.out / CURVES
+    results = read_results(file, setting) if file is not None else {}
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
+    jobs = [(name, seed) for seed in seeds for name in options.rows if seed not in results.get(name, {})]
+    with _pool(options.jobs) as pool:
+        waiting = {pool.submit(run, ROWS[name], setting, seed): (name, seed) for name, seed in jobs}
+        for done, future in enumerate(as_completed(waiting), 1):
+            name, seed = waiting[future]
+            outcome = results.setdefault(name, {})[seed] = future.result()
+            talk(f"{done} of {len(jobs)}: {name}, seed {seed}: held-out loss {outcome.curve[-1].loss:.3f}")
+            if file is not None:
+                write_curves(file, results)
+    return results
 
 
 @contextmanager
@@ -83,7 +93,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--first-seed", type=int, default=0, help="number of the first seed (default 0)")
     parser.add_argument("--text", action="append", choices=DOMAINS, help="text domain; repeatable (default both)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="experiments at once")
-    parser.add_argument("--out", type=Path, help="folder for curves.csv and plots")
+    parser.add_argument("--out", type=Path, help="folder for curves.csv and plots; what is there is not run again")
     options = parser.parse_args(argv)
     options.rows = options.rows or [name for name in ROWS if options.full or name not in LEFT_TO_FULL]
     if unknown := [name for name in options.rows if name not in ROWS]:

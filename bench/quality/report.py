@@ -11,11 +11,14 @@ from typing import NamedTuple
 import numpy as np
 from rich.table import Table
 
-from bench.quality.experiments import Outcome, Setting
+from bench.quality.experiments import Outcome, Point, Setting
 from spesd.cli.console import amount, number
+from spesd.config.errors import ExpectedError
 
-Results = Mapping[str, Mapping[int, Outcome]]
+Results = dict[str, dict[int, Outcome]]
 """Outcomes by row and seed."""
+
+COLUMNS = ("row", "seed", "steps", "tokens", "bytes", "loss", "memory")
 
 
 class Figures(NamedTuple):
@@ -81,8 +84,26 @@ def write_curves(path: Path, results: Results) -> None:
     """All points of all curves, as CSV."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(("row", "seed", "steps", "tokens", "bytes", "loss", "memory"))
+        writer.writerow(COLUMNS)
         writer.writerows(_points(results))
+
+
+def read_results(path: Path, setting: Setting) -> Results:
+    """What `write_curves` wrote; nothing if there is no such file. Raises ExpectedError where it is of other steps."""
+    results: Results = {}
+    if not path.exists():
+        return results
+    with path.open(newline="", encoding="utf-8") as file:
+        for line in csv.DictReader(file):
+            outcome = Outcome([], int(line["memory"]))
+            outcome = results.setdefault(line["row"], {}).setdefault(int(line["seed"]), outcome)
+            steps, tokens, sent = int(line["steps"]), int(line["tokens"]), float(line["bytes"])
+            outcome.curve.append(Point(steps, tokens, sent, float(line["loss"])))
+    for name, outcomes in results.items():
+        for outcome in outcomes.values():
+            if outcome.curve[-1].steps < setting.steps:
+                raise ExpectedError(f"{path}: {name} has {outcome.curve[-1].steps} steps, not {setting.steps}")
+    return results
 
 
 def _points(results: Results) -> Iterator[tuple[object, ...]]:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import csv
+import json
+from concurrent.futures import Future
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 
+import bench.quality.__main__ as quality
 from bench.quality import experiments
 from bench.quality.__main__ import main
 from bench.quality.experiments import Outcome, Point, Row, Setting, run
@@ -99,6 +103,33 @@ def test_plots_are_drawn_from_the_curves(tmp_path) -> None:
     written = draw(read_curves(tmp_path / "curves.csv"), tmp_path)
     assert [path.name for path in written] == ["loss-tokens.png", "loss-bytes.png", "loss-memory.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
+
+
+def test_what_is_written_is_not_run_again(tmp_path, monkeypatch, capsys) -> None:
+    ran = []
+
+    def run(row, setting, seed):
+        ran.append((row.name, seed))
+        return Outcome([Point(120, 10, 0.0, 2.0 + seed)], 7)
+
+    class Here:
+        """Runs a job where it is handed in."""
+
+        def submit(self, function, *args):
+            future = Future()
+            future.set_result(function(*args))
+            return future
+
+    monkeypatch.setattr(quality, "run", run)
+    monkeypatch.setattr(quality, "draw", lambda *args: [])
+    monkeypatch.setattr(quality, "_pool", lambda jobs: nullcontext(Here()))
+    assert main(["alone", "--seeds", "2", "--out", str(tmp_path)]) == 0
+    assert main(["alone", "spesd", "--seeds", "3", "--out", str(tmp_path)]) == 0
+    assert sorted(ran) == [("alone", 0), ("alone", 1), ("alone", 2), ("spesd", 0), ("spesd", 1), ("spesd", 2)]
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (last["alone"]["loss"], last["alone"]["seeds"]) == (3.0, 3)
+    assert main(["alone", "--steps", "200", "--out", str(tmp_path)]) == 1
+    assert "alone has 120 steps, not 200" in capsys.readouterr().err
 
 
 def test_remarks_say_what_the_default_gains() -> None:
