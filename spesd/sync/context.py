@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from spesd.config.manifest import SyncConfig
+from spesd.sync.belated import MAX_AGE, Belated
 from spesd.sync.effects import Effect, Send, Strike
 from spesd.sync.ledger import Head, Ledger, PeerId, UnitId, is_better
 from spesd.sync.messages import MAX_ROUND_WEIGHT, Message
@@ -63,6 +64,7 @@ class Context:
     contributing: Patience = field(init=False)
     stage: Patience = field(init=False)
     committing: Patience = field(init=False)
+    belated: Belated = field(init=False)
     effects: list[Effect] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -73,6 +75,7 @@ class Context:
         self.gathering = Patience(gather, FLOOR * gather)
         self.contributing = Patience(contribute, FLOOR * contribute)
         self.stage = Patience(stage, least_stage)
+        self.belated = Belated(self.ledger, MAX_AGE * settings.stagger)
         self.committing = Patience(MAX_STAGES * stage, least_stage)
 
     def emit(self, effect: Effect) -> None:

@@ -5,7 +5,8 @@ Every effect that has a result is answered by one call of the `SyncPeer` method 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from spesd.sync.ledger import Contributor, Entry, Head, PeerId, UnitId
@@ -58,11 +59,20 @@ class Encode:
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """For which round, roster and state a contribution was made."""
+
+    round: int
+    roster: str
+    base: Head
+
+
+@dataclass(frozen=True, slots=True)
 class Reduce:
     """Combine contributions into a packet: `on_reduced`.
 
     With `refresh` its update starts at that older state. `recent` are the unit's entries that are known here, up to the
-    base: momentum follows from them.
+    base: momentum follows from them. `belated` are the contributors whose contribution was made for an earlier round.
     """
 
     round: int
@@ -72,6 +82,7 @@ class Reduce:
     contributions: tuple[Contributor, ...]
     refresh: Head | None = None
     recent: tuple[Entry, ...] = ()
+    belated: Mapping[PeerId, Origin] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

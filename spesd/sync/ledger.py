@@ -54,6 +54,10 @@ class Entry:
         """Whether the entry leads on from `head`: link by link, or as a refresh."""
         return head is not None and head in (self.before, self.start)
 
+    def has(self, peer: PeerId) -> bool:
+        """Whether work of `peer` went into the packet."""
+        return any(contributor.peer == peer for contributor in self.contributors)
+
     def __post_init__(self) -> None:
         if self.start.version > self.before.version:
             raise ValueError(f"{self.unit}: base {self.start.version} is newer than version {self.before.version}")

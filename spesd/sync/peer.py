@@ -198,7 +198,7 @@ class SyncPeer:
             self.pipeline.discard([entry.packet] if entry is not None else [])
             return
         for peer, reason in refused.items():
-            if peer != self.context.me:
+            if peer != self.context.me and peer not in effect.belated:  # those may have been dropped meanwhile
                 self.context.strike(peer, f"contribution to {effect.unit} in round {effect.round}: {reason}")
         round_.reduced(effect.unit, entry)
         if entry is not None and entry.before == self.ledger[entry.unit].head and self.pipeline.commit_own(entry):
@@ -236,14 +236,10 @@ class SyncPeer:
     def on_contribution(self, now: float, sender: PeerId, round_: int, unit: UnitId, blob: str) -> str | None:
         """Another peer's contribution has arrived. Returns why it is refused, or None."""
         self._hear(now, sender)
-        state = self.rounds.get(round_)
-        if state is not None:
-            return state.contribution(now, sender, unit, blob)
         joining = self.member.joining
-        if joining is None or joining.round != round_ or unit not in joining.bases:
-            self.rounds.tell(sender, round_, unit)
-            return f"round {round_} is not open here"
-        return self.rounds.keep_early(round_, sender, unit, blob)
+        if round_ not in self.rounds and joining is not None and joining.round == round_ and unit in joining.bases:
+            return self.rounds.keep_early(round_, sender, unit, blob)
+        return self.rounds.contribution(now, round_, sender, unit, blob)
 
     def on_message(self, now: float, sender: PeerId, message: Message) -> None:
         """A checked message from the authenticated peer `sender`."""

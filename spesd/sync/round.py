@@ -9,13 +9,13 @@ not waited for again until it has been in time: a broken link costs the others o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from math import inf
 
 from spesd.sync.aggregate import capped_weights
 from spesd.sync.context import MAX_STAGES, Context
-from spesd.sync.effects import Encode, Outcome, Reduce, RoundEnded, SendContribution, UnitReport
+from spesd.sync.effects import Encode, Origin, Outcome, Reduce, RoundEnded, SendContribution, UnitReport
 from spesd.sync.ledger import Contributor, Entry, Head, PeerId, UnitId
 from spesd.sync.messages import Announce, EntryInfo, Roster
 from spesd.sync.patience import PACKET_FLOOR
@@ -95,12 +95,29 @@ class Round:
             return "not a contributor to this reducer in this round"
         self._arrived(now, sender, state)
         if state.entry is not None:
-            self._context.send(sender, Announce(entries=[EntryInfo.of(state.entry)]))
+            self.tell(sender, unit)
             return "the unit's packet is made"
         if not state.open or state.received.setdefault(sender, blob) != blob:
             return "the unit is closed, or has another contribution of this peer"
         self._maybe_reduce(now, unit)
         return None
+
+    def comes_late(self, sender: PeerId, unit: UnitId) -> bool:
+        """Whether a contribution of `sender` is for us to reduce, but too late for this round's packet."""
+        state = self.units.get(unit)
+        if state is None or sender not in state.weights or self._context.me not in state.reducers:
+            return False
+        used = sender in state.received or (state.entry is not None and state.entry.has(sender))
+        return not used and (not state.open or state.entry is not None)
+
+    def tell(self, sender: PeerId, unit: UnitId) -> None:
+        """Who still contributes may not know that there is a packet."""
+        if self.units[unit].open and (entry := self.units[unit].entry) is not None:
+            self._context.send(sender, Announce(entries=[EntryInfo.of(entry)]))
+
+    def origin(self, unit: UnitId) -> Origin:
+        """For what the contributions to `unit` in this round are made."""
+        return Origin(self.number, self.hash, self.units[unit].base)
 
     def withdraw(self, units: Iterable[UnitId]) -> None:
         """Our contributions to `units` are gone: neither reduce them nor give them to a further reducer."""
@@ -225,10 +242,12 @@ class Round:
         units = {unit: state.report for unit, state in self.units.items()}
         return RoundEnded(self.number, self.roster.coordinator, tuple(self.roster.tokens), units, self.started, now)
 
-    def received_from_others(self) -> list[str]:
-        """Contributions that were kept for reducing."""
-        me = self._context.me
-        return [blob for state in self.units.values() for peer, blob in state.received.items() if peer != me]
+    def received_from_others(self) -> Iterator[tuple[UnitId, PeerId, str, bool]]:
+        """Contributions that were kept for reducing: unit, peer, blob, and whether the unit's packet has it."""
+        for unit, state in self.units.items():
+            for peer, blob in state.received.items():
+                if peer != self._context.me:
+                    yield unit, peer, blob, state.entry is None or state.entry.has(peer)
 
     # Inside ----------------------------------------------------------------------------------------------------------
 
@@ -303,7 +322,10 @@ class Round:
             if stage == 0:
                 self._context.late |= waiting - {me}
             state.reducing = True
-            rows = tuple(Contributor(p, state.weights[p], state.received[p]) for p in sorted(state.received))
+            earlier = self._context.belated.usable(unit, set(state.weights) - set(state.received) - {me})
+            blobs = state.received | {peer: kept.blob for peer, kept in earlier.items()}
+            rows = tuple(Contributor(p, state.weights[p], blobs[p]) for p in sorted(blobs))
+            belated = {peer: kept.origin for peer, kept in earlier.items()}
             refresh = self._context.refresh_base(unit, state.base.version, self.number)
             recent = tuple(self._context.ledger[unit].entries)
-            self._context.emit(Reduce(self.number, self.hash, unit, state.base, rows, refresh, recent))
+            self._context.emit(Reduce(self.number, self.hash, unit, state.base, rows, refresh, recent, belated))

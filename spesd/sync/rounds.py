@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 
+from spesd.sync.belated import MAX_AGE
 from spesd.sync.context import Context
 from spesd.sync.effects import RoundEnded
 from spesd.sync.ledger import Head, PeerId, UnitId
@@ -21,6 +23,7 @@ class Rounds:
     def __init__(self, context: Context, pipeline: Pipeline) -> None:
         self._context, self._pipeline = context, pipeline
         self._open: dict[int, Round] = {}
+        self._past: deque[Round] = deque(maxlen=MAX_AGE * context.settings.stagger)
         self._early: list[tuple[int, PeerId, UnitId, str]] = []
 
     def __bool__(self) -> bool:
@@ -64,6 +67,19 @@ class Rounds:
             if number != roster.round or round_.contribution(now, peer, unit, blob) is not None:
                 self._pipeline.discard([blob])
 
+    def contribution(self, now: float, number: int, sender: PeerId, unit: UnitId, blob: str) -> str | None:
+        """A contribution to an open round, or to one that is over. Returns why it is refused, or None."""
+        round_ = self._open.get(number) or next((past for past in self._past if past.number == number), None)
+        if number not in self._open:
+            self._tell(sender, number, unit)
+        if round_ is not None and round_.comes_late(sender, unit):
+            round_.tell(sender, unit)
+            self._pipeline.discard(self._context.belated.keep(unit, sender, round_.origin(unit), blob))
+            return None
+        if number not in self._open:
+            return f"round {number} is not open here"
+        return self._open[number].contribution(now, sender, unit, blob)
+
     def keep_early(self, number: int, sender: PeerId, unit: UnitId, blob: str) -> str | None:
         """Keep a contribution for the roster that we wait for. Returns why it is refused, or None."""
         if len(self._early) >= MAX_EARLY:
@@ -73,7 +89,7 @@ class Rounds:
         self._early.append((number, sender, unit, blob))
         return None
 
-    def tell(self, sender: PeerId, number: int, unit: UnitId) -> None:
+    def _tell(self, sender: PeerId, number: int, unit: UnitId) -> None:
         """Who still contributes to a round that is over here may not know that there is a packet."""
         entries = self._context.ledger[unit].entries if unit in self._context.sizes else []
         made = [EntryInfo.of(entry) for entry in entries if entry.after.version == number]
@@ -111,5 +127,13 @@ class Rounds:
         for number in [number for number, round_ in self._open.items() if round_.over]:
             round_ = self._open.pop(number)
             reports.append(round_.report(now))
-            self._pipeline.discard(round_.received_from_others())
+            self._past.append(round_)
+            self._keep_belated(round_)
         return reports
+
+    def _keep_belated(self, round_: Round) -> None:
+        """Of what came for this round, keep what came too late for its packet."""
+        belated, dropped = self._context.belated, []
+        for unit, peer, blob, used in round_.received_from_others():
+            dropped += [blob] if used else belated.keep(unit, peer, round_.origin(unit), blob)
+        self._pipeline.discard(dropped + belated.forget(self._context.newest_round))

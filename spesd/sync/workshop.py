@@ -17,7 +17,7 @@ from spesd.config.manifest import OuterConfig, SyncConfig
 from spesd.sync import aggregate, packet
 from spesd.sync.codec import Codec, Values
 from spesd.sync.codecs import codecs_of
-from spesd.sync.effects import Adopt, Commit, Encode, Reduce
+from spesd.sync.effects import Adopt, Commit, Encode, Origin, Reduce
 from spesd.sync.feedback import Feedback
 from spesd.sync.ledger import Contributor, Entry, Head, PeerId, UnitId
 from spesd.sync.merge import Merging
@@ -285,7 +285,8 @@ class Workshop:
 
     def _read_contribution(self, effect: Reduce, contributor: Contributor) -> Values:
         header, values = self._read(contributor.blob, packet.Kind.CONTRIBUTION, effect.unit, self._codecs.usual)
-        if (header.round, header.roster, header.before) != (effect.round, effect.roster, effect.base.hash):
+        made_for = effect.belated.get(contributor.peer) or Origin(effect.round, effect.roster, effect.base)
+        if (header.round, header.roster, header.before) != (made_for.round, made_for.roster, made_for.base.hash):
             raise aggregate.Refused("made for another round, roster or base")
         limit = self._settings.max_delta_rms * self._codecs.usual.growth
         aggregate.check(values, self._sizes[effect.unit], limit)

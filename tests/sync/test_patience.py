@@ -111,8 +111,9 @@ def test_a_link_that_collapses_costs_the_others_one_deadline_once(only_bulk: boo
     assert agree(world)
 
 
-def test_a_peer_with_a_slow_link_still_contributes_when_it_can() -> None:
-    world = make_world(4)
+@pytest.mark.parametrize("seed", range(6))
+def test_a_peer_with_a_slow_link_still_contributes_a_round_later(seed: int) -> None:
+    world = make_world(4, seed=seed)
     world.run(60)
     slow_down(world, "peer3", 1.5, only_bulk=True)
     at = world.now
@@ -120,8 +121,12 @@ def test_a_peer_with_a_slow_link_still_contributes_when_it_can() -> None:
     own = world.nodes["peer3"].peer.context.owned
     rounds = [ended for ended in world.nodes["peer3"].rounds if ended.started > at]
     taken_up = [ended for ended in rounds if any(ended.units[u].outcome is fx.Outcome.COMMITTED for u in own)]
-    assert len(taken_up) >= 10
+    assert len(rounds) >= 10
+    assert len(taken_up) >= 0.7 * len(rounds)
     assert not [strike for node in world.nodes.values() for strike in node.strikes]
+    assert_invariant(world)
+    settle(world)
+    assert agree(world)
 
 
 def test_a_peer_whose_link_recovers_is_waited_for_again() -> None:

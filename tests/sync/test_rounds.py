@@ -369,9 +369,10 @@ def test_a_contribution_after_the_packet_is_answered_with_the_packet() -> None:
     peer = in_round(names)
     peer.rounds[1].announced(0.0, entry_of(peer, "me", "a"))
     peer.take_effects()
-    assert peer.on_contribution(5.0, names[2], 1, UNIT, BLOB[names[2]]) == "the unit's packet is made"
-    (sent,) = of_kind(peer.take_effects(), fx.Send)
-    assert (sent.to, type(sent.message)) == (names[2], Announce)
+    assert peer.on_contribution(5.0, "a", 1, UNIT, BLOB["a"]) == "the unit's packet is made"
+    assert peer.on_contribution(5.0, names[2], 1, UNIT, BLOB[names[2]]) is None, "kept for the next packet"
+    for to, sent in zip(("a", names[2]), of_kind(peer.take_effects(), fx.Send), strict=True):
+        assert (sent.to, type(sent.message)) == (to, Announce)
 
 
 def test_a_packet_with_weights_that_the_roster_does_not_give_is_not_the_round_s() -> None:
