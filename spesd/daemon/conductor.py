@@ -16,9 +16,10 @@ from typing import Any, Protocol, TypeVar
 import structlog
 from blake3 import blake3
 
+from spesd.daemon.fetcher import Fetcher
 from spesd.daemon.store import ChainFile, Store
 from spesd.swarm.blobs import BlobExchange
-from spesd.swarm.errors import BlobMissing, BlobUnavailable, PeerRefused, PeerTimeout, Refused, TransportError
+from spesd.swarm.errors import BlobMissing, PeerRefused, PeerTimeout, Refused, TransportError
 from spesd.swarm.transport import Transport, protocol_name
 from spesd.swarm.wire import pack, unpack
 from spesd.sync import effects as fx
@@ -33,12 +34,6 @@ from spesd.sync.workshop import Reduced, Rejected, Workshop
 log = structlog.get_logger(__name__)
 
 _T = TypeVar("_T")
-
-FETCHERS = 8
-"""Blobs that are fetched at once of those that are urgent, and of the others."""
-
-SLOWEST_LINK = 50_000
-"""Bytes a second that a fetch must at least bring, beside `packet_seconds` to begin with."""
 
 TICK_SECONDS = 0.02
 """Least time between two looks at the protocol's deadlines."""
@@ -100,7 +95,7 @@ class Conductor:
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="disk")  # no arithmetic waits for it
         self._locks: defaultdict[UnitId, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._fetches: dict[bool, asyncio.Queue[fx.Fetch]] = {True: asyncio.Queue(), False: asyncio.Queue()}
+        self._fetcher = Fetcher(blobs, peer.context.settings.packet_seconds, self._fetched)
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -115,9 +110,7 @@ class Conductor:
         await self._transport.serve(protocol_name(run, "message"), self._on_message, max_payload=MAX_MESSAGE_BYTES)
         largest = max(max_size(self._codec.payload_size(size)) for size in self.peer.context.sizes.values())
         await self._transport.serve(protocol_name(run, "contribution"), self._on_contribution, max_payload=largest)
-        for queue in self._fetches.values():
-            for _ in range(FETCHERS):
-                self._spawn(self._fetch_forever(queue))
+        self._fetcher.start()
         self.drain()
 
     async def close(self) -> None:
@@ -125,6 +118,7 @@ class Conductor:
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
+        await self._fetcher.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -165,7 +159,7 @@ class Conductor:
             case fx.Reduce():
                 self._spawn(self._reduce(effect))
             case fx.Fetch():
-                self._fetches[effect.urgent].put_nowait(effect)
+                self._fetcher.ask(effect)
             case fx.Commit():
                 self._spawn(self._commit(effect))
             case fx.Adopt():
@@ -311,23 +305,8 @@ class Conductor:
 
         await self._loop.run_in_executor(self._disk, remove)
 
-    async def _fetch_forever(self, queue: asyncio.Queue[fx.Fetch]) -> None:
-        """Fetch one blob after the other. The exchange lets those that this peer's own units wait for go first."""
-        while True:
-            effect = await queue.get()
-            seconds = self.peer.context.settings.packet_seconds + effect.size / SLOWEST_LINK
-            ok = True
-            try:
-                await self._blobs.fetch(
-                    effect.blob, effect.sources, timeout=seconds, size=effect.size, urgent=effect.urgent
-                )
-            except (BlobUnavailable, OSError) as error:
-                log.info("blob not fetched", unit=effect.unit, reason=str(error))
-                ok = False
-            except Exception:
-                log.exception("blob not fetched", unit=effect.unit)
-                ok = False
-            self.tell(lambda now, effect=effect, ok=ok: self.peer.on_fetched(now, effect, ok))  # type: ignore[misc]
+    def _fetched(self, effect: fx.Fetch, ok: bool) -> None:
+        self.tell(lambda now: self.peer.on_fetched(now, effect, ok))
 
     # What others send ------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from spesd.config.manifest import SyncConfig
-from spesd.daemon.conductor import FETCHERS, Conductor
+from spesd.daemon.conductor import Conductor
+from spesd.daemon.fetcher import FETCHERS, Fetcher
 from spesd.daemon.state_dir import StateDir
 from spesd.daemon.store import Store, StoredBlobs
 from spesd.swarm.errors import PeerTimeout, PeerUnreachable, TransportError
@@ -71,13 +72,49 @@ async def test_fetchers_survive_whatever_a_fetch_raises(tmp_path: Path, monkeypa
     seen: list[bool] = []
     monkeypatch.setattr(conductor.peer, "on_fetched", lambda now, effect, ok: seen.append(ok))
     for index in range(count + 1):
-        conductor.peer.context.emit(fx.Fetch("expert-0", f"{index:064x}", 8, ("x",), False))
+        conductor.peer.context.emit(fx.Fetch(f"expert-{index}", f"{index:064x}", 8, ("x",), False))
     conductor.drain()
     async with asyncio.timeout(10):
         while len(seen) <= count:
             await asyncio.sleep(0)
     await conductor.close()
     assert seen == [False] * count + [True]
+
+
+class Slow:
+    """Blobs that never come, but for the last ones asked for."""
+
+    def __init__(self) -> None:
+        self.open: list[str] = []
+
+    async def fetch(self, blob: str, *_: Any, **__: Any) -> None:
+        self.open.append(blob)
+        try:
+            if not blob.startswith("last"):
+                await asyncio.Event().wait()
+        finally:
+            self.open.remove(blob)
+
+
+async def test_what_a_unit_does_not_wait_for_any_more_takes_nobody_s_place() -> None:
+    slow: Any = Slow()
+    ended: list[tuple[str, bool]] = []
+    fetcher = Fetcher(slow, 1.0, lambda effect, ok: ended.append((effect.blob, ok)))
+    fetcher.start()
+    units = [f"expert-{index}" for index in range(FETCHERS)]
+    for blob in ("first", "second", "last"):
+        for unit in units:
+            fetcher.ask(fx.Fetch(unit, f"{blob} {unit}", 8, ("x",), False))
+        if blob == "first":
+            async with asyncio.timeout(10):
+                while len(slow.open) < FETCHERS:
+                    await asyncio.sleep(0)
+    async with asyncio.timeout(10):
+        while len(ended) < FETCHERS:
+            await asyncio.sleep(0)
+    await fetcher.close()
+    assert sorted(ended) == [(f"last {unit}", True) for unit in units]
+    assert not slow.open
 
 
 async def test_no_time_is_spent_on_asking_for_a_size_that_is_known(tmp_path: Path) -> None:
