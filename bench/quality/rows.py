@@ -57,7 +57,7 @@ LEVERS = (
     changed("topk_1", sync={"codec": "topk", "top_share": 0.01}, merge=RARER),
     changed("refresh_4", sync={"refresh_every": 4}),
     changed("stagger_5", every=1, sync={"stagger": 5}),
-    changed("delayed", delay=(0.5, 1.5)),
+    changed("delayed", delay=(0.5, 1.5), sync={"gather_seconds": 8.0}),
     changed("speeds_1_2_4", speeds=(1.0, 2.0, 4.0, 1.0)),
     changed("churn", churn=True),
     changed("split_domains", split_domains=True),
