@@ -168,23 +168,33 @@ class Directory:
         """Dial and ping one peer; returns why it failed, or None."""
         try:
             async with asyncio.timeout(timeout):
-                peer = PeerID.from_base58(await self.transport.connect(address, timeout))
-                protocol = self._require_node().protocol
-                asked = time.time()
-                answer = await protocol.get_stub(peer).rpc_ping(dht_pb2.PingRequest(), timeout=_RPC_SECONDS)
-                skew = answer.dht_time - (asked + time.time()) / 2
-                if abs(skew) > MAX_DHT_TIME_DISCREPANCY_SECONDS:
-                    return (
-                        f"its clock differs from ours by {skew:+.1f} s, at most 3 s are possible; set the clock by NTP"
-                    )
-                if await protocol.call_ping(peer) is None:
-                    return "it does not take part in the DHT"
+                peer = await self.transport.connect(address, timeout)
+                reason = await self._greet(PeerID.from_base58(peer))
+                if reason is not None:  # a connection that died without a word is kept until TCP gives it up
+                    await self.transport.disconnect(peer)
+                return reason
         except TimeoutError:
-            return f"no answer from the DHT within {min(timeout, _RPC_SECONDS):.1f} s"
+            return f"no answer from the DHT within {timeout:.1f} s"
         except (TransportError, ValueError) as error:
             return str(error)
+
+    async def _greet(self, peer: PeerID) -> str | None:
+        """Ping a peer as a node of the DHT; returns why it failed, or None."""
+        node = self._require_node()
+        asked = time.time()
+        try:
+            answer = await node.protocol.get_stub(peer).rpc_ping(dht_pb2.PingRequest(), timeout=_RPC_SECONDS)
+        except TimeoutError:
+            return f"no answer from the DHT within {_RPC_SECONDS:.1f} s"
         except Exception as error:  # hivemind lets through whatever the remote handler raised
             return f"DHT ping failed: {error}"
+        skew = answer.dht_time - (asked + time.time()) / 2
+        if abs(skew) > MAX_DHT_TIME_DISCREPANCY_SECONDS:
+            return f"its clock differs from ours by {skew:+.1f} s, at most 3 s are possible; set the clock by NTP"
+        if await node.protocol.call_ping(peer) is None:
+            return "it does not take part in the DHT"
+        # hivemind asks a peer that failed before nothing for up to as long again as it was away
+        node.blacklist.register_success(peer)
         return None
 
     async def _store(self, records: dict[str, Record], expires: float) -> bool:
