@@ -79,11 +79,11 @@ class Directory:
     async def join(self, addresses: Sequence[str], timeout: float | None = None) -> None:
         """Enter the DHT through any of these peers, now or later again.
 
+        Once one has answered, the others have three seconds more.
         Raises CannotJoin with a reason per address when none of them answers; retry it with backoff.
         """
         seconds = timeout or self.timeout
-        outcomes = await asyncio.gather(*(self._enter(address, seconds) for address in addresses))
-        reasons = {address: reason for address, reason in zip(addresses, outcomes, strict=True) if reason}
+        reasons = await self._enter_all(addresses, seconds)
         if len(reasons) == len(addresses):
             raise CannotJoin(reasons)
         for address, reason in reasons.items():
@@ -163,6 +163,24 @@ class Directory:
                 await self.publish(self._published)
         except (CannotJoin, DirectoryTimeout) as error:
             log.warning("not back in the DHT yet", reason=str(error))
+
+    async def _enter_all(self, addresses: Sequence[str], timeout: float) -> dict[str, str]:
+        """Dial and ping all at once; returns why some failed, by address."""
+        tasks = {asyncio.create_task(self._enter(address, timeout)): address for address in addresses}
+        reasons: dict[str, str] = {}
+        waiting = set(tasks)
+        try:
+            while waiting and len(reasons) + len(waiting) == len(tasks):  # nobody has answered yet
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                reasons |= {tasks[task]: reason for task in done if (reason := task.result())}
+            if waiting:
+                done, waiting = await asyncio.wait(waiting, timeout=_RPC_SECONDS)
+                reasons |= {tasks[task]: reason for task in done if (reason := task.result())}
+            return reasons | {tasks[task]: f"no answer within {_RPC_SECONDS:.1f} s of another's" for task in waiting}
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _enter(self, address: str, timeout: float) -> str | None:
         """Dial and ping one peer; returns why it failed, or None."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -232,3 +233,17 @@ async def test_a_connection_that_died_without_a_word_is_not_used_for_the_next_di
     finally:
         os.kill(a.transport.p2pd_pid, signal.SIGCONT)
     await b.join(addresses)
+
+
+async def test_who_does_not_answer_does_not_hold_up_the_entry_through_another(
+    start_directory: StartDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = [await start_directory() for _ in range(2)]
+    silent, greet = "/ip4/10.0.0.1/tcp/1/p2p/Qmsilent", b._enter
+
+    async def enter(address: str, timeout: float) -> str | None:
+        await asyncio.Event().wait() if address == silent else None
+        return await greet(address, timeout)
+
+    monkeypatch.setattr(b, "_enter", enter)
+    await b.join([silent, *a.transport.addresses()], timeout=3600)
