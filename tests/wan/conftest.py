@@ -1,4 +1,4 @@
-"""A rig of five nodes for each module, where the machine can make one."""
+"""A rig of six nodes for each module, where the machine can make one."""
 
 from __future__ import annotations
 
