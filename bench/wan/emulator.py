@@ -2,7 +2,8 @@
 
 `python -m bench.wan.emulator PREFIX LINKS`, where LINKS is a JSON object from node number to link. It makes one
 namespace for each node, PREFIX and the number, with the address 10.77.0.NUMBER on a TUN device, says `ready`, and takes
-lines `NUMBER LINK` that change a link. At the end of its standard input it removes the namespaces, with
+lines `NUMBER LINK` that change a link, and `split GROUPS`, a JSON array of groups of nodes between which nothing
+passes any more. At the end of its standard input it removes the namespaces, with
 whatever still runs in them, and ends. It needs Linux, root and iproute2, but neither bridge nor netem.
 """
 
@@ -31,7 +32,7 @@ MTU = 1500
 CONGESTION_CONTROL = "cubic"
 """TCP of an ordinary home computer, whatever this machine uses."""
 
-READY = "ready"
+READY, SPLIT = "ready", "split"
 
 PRIORITY = -15
 """The emulator's niceness: a busy machine must not make the links slower than they say."""
@@ -115,11 +116,14 @@ class Router:
                 heapq.heappush(self._on_the_way, (arrival, self._order, self._devices[target], packet))
 
     def _obey(self, typed: bytes) -> bool:
-        """Change links as told; False at the end of the input."""
+        """Change links, or who reaches whom, as told; False at the end of the input."""
         *lines, self._typed = (self._typed + typed).split(b"\n")
         for line in lines:
-            node, fields = line.split(maxsplit=1)
-            self._internet.links[int(node)] = Link(**json.loads(fields))
+            what, value = line.split(maxsplit=1)
+            if what == SPLIT.encode():
+                self._internet.split(json.loads(value))
+            else:
+                self._internet.links[int(what)] = Link(**json.loads(value))
         return bool(typed)
 
 

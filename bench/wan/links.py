@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -31,9 +31,15 @@ class Internet:
 
     def __init__(self, links: Mapping[int, Link], seed: int = 0) -> None:
         self.links = dict(links)
+        self._side = dict.fromkeys(links, 0)
         self._up_free = dict.fromkeys(links, 0.0)
         self._down_free = dict.fromkeys(links, 0.0)
         self._random = random.Random(seed)
+
+    def split(self, sides: Sequence[Collection[int]]) -> None:
+        """Cut the internet between these groups of nodes, and those in no group from all of them; no groups heal it."""
+        self._side = dict.fromkeys(self.links, len(sides))
+        self._side.update({node: side for side, nodes in enumerate(sides) for node in nodes})
 
     def arrival(self, now: float, source: int, target: int, size: int) -> float | None:
         """When a packet of `size` bytes that leaves `source` now has reached `target`; None if it is lost on the way.
@@ -42,7 +48,7 @@ class Internet:
         """
         up, down = self.links[source], self.links[target]
         sent = self._queue(self._up_free, source, now, size, up.up)
-        if sent is None or (up.loss and self._random.random() < up.loss):
+        if sent is None or (up.loss and self._random.random() < up.loss) or self._side[source] != self._side[target]:
             return None
         # each direction of each of the two links has a quarter of its round trip
         return self._queue(self._down_free, target, sent + (up.rtt + down.rtt) / 4000, size, down.down)

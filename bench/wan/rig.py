@@ -8,13 +8,13 @@ import selectors
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
 from bench.report import BenchError
-from bench.wan.emulator import DEVICE, READY
+from bench.wan.emulator import DEVICE, READY, SPLIT
 from bench.wan.links import Link
 
 READY_SECONDS, END_SECONDS = 30.0, 30.0
@@ -80,8 +80,24 @@ class Rig:
 
     def set(self, node: int, link: Link) -> None:
         """Change a link at once."""
+        self._links[node] = link
+        self._tell(f"{node} {link.model_dump_json()}")
+
+    def partition(self, *groups: Collection[int]) -> None:
+        """Let nothing pass between these groups of nodes any more, nor to and from those in no group."""
+        self._tell(f"{SPLIT} {json.dumps([sorted(group) for group in groups])}")
+
+    def blackhole(self, *nodes: int) -> None:
+        """Lose whatever these nodes send and whatever is sent to them, without a word to anybody."""
+        self.partition(self._links.keys() - set(nodes), *({node} for node in nodes))
+
+    def heal(self) -> None:
+        """Let everybody reach everybody again."""
+        self.partition()
+
+    def _tell(self, line: str) -> None:
         assert self._process is not None and self._process.stdin is not None, "the rig is not up"
-        self._process.stdin.write(f"{node} {link.model_dump_json()}\n")
+        self._process.stdin.write(f"{line}\n")
         self._process.stdin.flush()
 
     def counters(self, node: int) -> Counters:

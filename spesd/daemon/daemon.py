@@ -246,14 +246,16 @@ class Daemon:
 
         async def sources() -> list[str]:
             """Who may have the data now: whoever is in the directory, which is entered again if need be."""
-            found = {answer.peer for answer in answers}
+            me, others = {identity.peer_id}, set()
             try:
-                if addresses:
+                others = set(await directory.peers()) - me
+                if addresses and not others:
                     await directory.join(addresses)
-                found |= set(await directory.peers())
+                    others = set(await directory.peers()) - me
             except SwarmError as error:
                 log.info("nobody new found", reason=str(error))
-            return random.sample(sorted(found - {identity.peer_id}), len(found - {identity.peer_id}))  # spread donors
+            found = sorted(others | {answer.peer for answer in answers} - me)
+            return random.sample(found, len(found))  # spread donors
 
         await joining.fetch_data(exchange, manifest, sources, self._explain)
         await exchange.serve()

@@ -18,6 +18,7 @@ from spesd.config.manifest import Manifest
 from spesd.config.peer import PeerConfig
 from spesd.daemon.budget import experts_to_train
 from spesd.daemon.conductor import Conductor, fresh_seed
+from spesd.daemon.reunion import Reunion
 from spesd.daemon.state_dir import StateDir
 from spesd.daemon.store import ChainFile, Store, StoredBlobs
 from spesd.daemon.trainer import Trainer
@@ -43,12 +44,6 @@ READ_SECONDS = 3.0
 
 REVIEW_SECONDS = 5.0
 """Time between two looks at who owns what."""
-
-REDIAL_SECONDS = (5.0, 60.0)
-"""First and longest pause before known peers are dialled again while nobody is here."""
-
-REUNITE_SECONDS = 60.0
-"""Time between two dials of known peers while somebody is here: two halves of a split swarm find each other."""
 
 CHANGE_SECONDS = 30.0
 """How long a change of experts waits for a moment between two rounds, before it is thought over again."""
@@ -109,6 +104,7 @@ class Volunteer:
         budget = experts_to_train(config, self._layout)
         self._ownership = Ownership(me, run, budget, rules.redundancy, rules.grace_seconds)
         self._tasks: list[asyncio.Task[None]] = []
+        self._reunion = Reunion(self.conductor.now)
         self._records_changed = asyncio.Event()
 
     def _tell(self, event: Callable[[float], None]) -> None:
@@ -151,12 +147,16 @@ class Volunteer:
     async def _read_forever(self) -> None:
         while True:
             try:
-                self.records = await self._directory.peers()
-                live = [peer for peer in self.records if not self.conductor.is_banned(peer)]
-                self._tell(lambda now, live=live: self.peer.on_live(now, live))  # type: ignore[misc]
+                await self._read()
             except SwarmError as error:
                 log.info("directory not read", reason=str(error))
             await asyncio.sleep(READ_SECONDS * random.uniform(0.8, 1.2))
+
+    async def _read(self) -> None:
+        self.records = await self._directory.peers()
+        self._reunion.saw(self.conductor.now, self.records)
+        live = [peer for peer in self.records if not self.conductor.is_banned(peer)]
+        self._tell(lambda now: self.peer.on_live(now, live))
 
     async def _publish_forever(self) -> None:
         life = self.manifest.ownership.record_seconds
@@ -186,21 +186,22 @@ class Volunteer:
         )
 
     async def _redial_forever(self) -> None:
-        """Known peers are remembered on disk and dialled again for ever."""
-        pause, longest = REDIAL_SECONDS
+        """Peers that were known and are not here are dialled for ever: halves of a split swarm find each other."""
         while True:
-            await asyncio.sleep(pause * random.uniform(0.8, 1.2))
-            alone = not self.peer.context.live
-            addresses = list(dict.fromkeys([*self.config.join, *self._directory.known.addresses()]))
-            if not addresses:
+            await asyncio.sleep(READ_SECONDS * random.uniform(0.8, 1.2))  # a loss may shorten the pause at any time
+            here = {self.peer.context.me, *self.records}
+            given = [address for address in self.config.join if address.rpartition("/")[2] not in here]
+            addresses = list(dict.fromkeys([*given, *self._directory.known.addresses(without=here)]))
+            if not addresses or self._reunion.seconds_left(self.conductor.now) > 0:
                 continue
             try:
                 await self._directory.join(addresses)
-                pause = REUNITE_SECONDS
+                self._records_changed.set()  # whoever was found learns of us at once
+                await self._read()
             except SwarmError as error:
-                pause = min(2 * pause, longest)
-                if alone:
-                    log.warning("alone, known peers do not answer", reason=str(error), retry_seconds=round(pause))
+                level = log.info if self.peer.context.live else log.warning  # alone, it matters
+                level("absent peers do not answer", reason=str(error))
+            self._reunion.dialled(self.conductor.now)
 
     async def _train_forever(self) -> None:
         """Sync, claim experts, train; then review the claims now and then."""

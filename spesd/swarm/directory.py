@@ -79,11 +79,11 @@ class Directory:
     async def join(self, addresses: Sequence[str], timeout: float | None = None) -> None:
         """Enter the DHT through any of these peers, now or later again.
 
+        Once one has answered, the others have three seconds more.
         Raises CannotJoin with a reason per address when none of them answers; retry it with backoff.
         """
         seconds = timeout or self.timeout
-        outcomes = await asyncio.gather(*(self._enter(address, seconds) for address in addresses))
-        reasons = {address: reason for address, reason in zip(addresses, outcomes, strict=True) if reason}
+        reasons = await self._enter_all(addresses, seconds)
         if len(reasons) == len(addresses):
             raise CannotJoin(reasons)
         for address, reason in reasons.items():
@@ -164,27 +164,55 @@ class Directory:
         except (CannotJoin, DirectoryTimeout) as error:
             log.warning("not back in the DHT yet", reason=str(error))
 
+    async def _enter_all(self, addresses: Sequence[str], timeout: float) -> dict[str, str]:
+        """Dial and ping all at once; returns why some failed, by address."""
+        tasks = {asyncio.create_task(self._enter(address, timeout)): address for address in addresses}
+        reasons: dict[str, str] = {}
+        waiting = set(tasks)
+        try:
+            while waiting and len(reasons) + len(waiting) == len(tasks):  # nobody has answered yet
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                reasons |= {tasks[task]: reason for task in done if (reason := task.result())}
+            if waiting:
+                done, waiting = await asyncio.wait(waiting, timeout=_RPC_SECONDS)
+                reasons |= {tasks[task]: reason for task in done if (reason := task.result())}
+            return reasons | {tasks[task]: f"no answer within {_RPC_SECONDS:.1f} s of another's" for task in waiting}
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
     async def _enter(self, address: str, timeout: float) -> str | None:
         """Dial and ping one peer; returns why it failed, or None."""
         try:
             async with asyncio.timeout(timeout):
-                peer = PeerID.from_base58(await self.transport.connect(address, timeout))
-                protocol = self._require_node().protocol
-                asked = time.time()
-                answer = await protocol.get_stub(peer).rpc_ping(dht_pb2.PingRequest(), timeout=_RPC_SECONDS)
-                skew = answer.dht_time - (asked + time.time()) / 2
-                if abs(skew) > MAX_DHT_TIME_DISCREPANCY_SECONDS:
-                    return (
-                        f"its clock differs from ours by {skew:+.1f} s, at most 3 s are possible; set the clock by NTP"
-                    )
-                if await protocol.call_ping(peer) is None:
-                    return "it does not take part in the DHT"
+                peer = await self.transport.connect(address, timeout)
+                reason = await self._greet(PeerID.from_base58(peer))
+                if reason is not None:  # a connection that died without a word is kept until TCP gives it up
+                    await self.transport.disconnect(peer)
+                return reason
         except TimeoutError:
-            return f"no answer from the DHT within {min(timeout, _RPC_SECONDS):.1f} s"
+            return f"no answer from the DHT within {timeout:.1f} s"
         except (TransportError, ValueError) as error:
             return str(error)
+
+    async def _greet(self, peer: PeerID) -> str | None:
+        """Ping a peer as a node of the DHT; returns why it failed, or None."""
+        node = self._require_node()
+        asked = time.time()
+        try:
+            answer = await node.protocol.get_stub(peer).rpc_ping(dht_pb2.PingRequest(), timeout=_RPC_SECONDS)
+        except TimeoutError:
+            return f"no answer from the DHT within {_RPC_SECONDS:.1f} s"
         except Exception as error:  # hivemind lets through whatever the remote handler raised
             return f"DHT ping failed: {error}"
+        skew = answer.dht_time - (asked + time.time()) / 2
+        if abs(skew) > MAX_DHT_TIME_DISCREPANCY_SECONDS:
+            return f"its clock differs from ours by {skew:+.1f} s, at most 3 s are possible; set the clock by NTP"
+        if await node.protocol.call_ping(peer) is None:
+            return "it does not take part in the DHT"
+        # hivemind asks a peer that failed before nothing for up to as long again as it was away
+        node.blacklist.register_success(peer)
         return None
 
     async def _store(self, records: dict[str, Record], expires: float) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -30,9 +30,10 @@ class KnownPeers:
         except (OSError, ValidationError):
             pass
 
-    def addresses(self, most: int = 16) -> list[str]:
-        """One list of addresses to dial, the peers seen last first, at most `most` peers."""
-        return [address for peer in list(reversed(self._peers))[:most] for address in self._peers[peer][:4]]
+    def addresses(self, most: int = 16, without: Collection[str] = ()) -> list[str]:
+        """One list of addresses to dial, the peers seen last first, at most `most` peers and none of `without`."""
+        wanted = [peer for peer in reversed(self._peers) if peer not in without]
+        return [address for peer in wanted[:most] for address in self._peers[peer][:4]]
 
     def update(self, peers: Mapping[str, Sequence[str]]) -> None:
         """Remember these peers; written atomically, and only when something is new."""

@@ -32,7 +32,9 @@ MAX_REPLY_BYTES = 64 << 20
 _OUTBOUND_PER_PROTOCOL = 8
 """Open requests to one peer and protocol; the others wait, so that bulk never holds up a round's messages."""
 _MAX_RESTART_PAUSE = 30.0
-_REFRESH_SECONDS = 5.0
+_CONTROL_SECONDS = 5.0
+"""Bound on p2pd's answer to what concerns only itself."""
+
 _REDIAL_SECONDS = 0.25
 _BROKEN = (P2PDaemonError, P2PHandlerError, OSError, EOFError)
 """What hivemind raises when a dial fails or a connection breaks (EOFError covers IncompleteReadError)."""
@@ -133,7 +135,7 @@ class Transport:
     async def refresh(self) -> None:
         """Ask p2pd for our addresses anew: NAT traversal may have found more. While it is down they stay."""
         with contextlib.suppress(TimeoutError, *_BROKEN):
-            async with asyncio.timeout(_REFRESH_SECONDS):
+            async with asyncio.timeout(_CONTROL_SECONDS):
                 await self._read_addresses()
 
     async def _read_addresses(self) -> None:
@@ -181,6 +183,12 @@ class Transport:
                 if "dial backoff" not in str(error):  # p2pd refuses to redial for seconds after a failure
                     raise
             await asyncio.sleep(_REDIAL_SECONDS)
+
+    async def disconnect(self, peer_id: str) -> None:
+        """Close the connections to a peer, if there are any, so that the next request or dial opens a new one."""
+        with contextlib.suppress(TimeoutError, ValueError, *_BROKEN):
+            async with asyncio.timeout(_CONTROL_SECONDS):
+                await self.p2p._client.disconnect(_peer_id(peer_id))
 
     async def serve(self, protocol: str, handler: Handler, *, max_payload: PayloadLimit = 0) -> None:
         """Answer requests of `protocol` with `handler`, also after p2pd was restarted. Again replaces the handler."""

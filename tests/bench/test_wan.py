@@ -46,6 +46,13 @@ connection.close()
 """
 
 
+KNOCK = """
+import contextlib, socket, sys
+with contextlib.suppress(ConnectionRefusedError):  # which is an answer
+    socket.create_connection((sys.argv[1], 9), timeout=0.5)
+"""
+
+
 def measurement(seconds=2.0, stalled=0.05, pace=1.0, device=1000):
     peer = PeerFigures(Counters(device, device), Counters(900, 900), stalled, pace)
     return Measurement(Volume(880, 880), limit=1.6, window=10.0, seconds=[seconds], peers=[peer, peer])
@@ -103,6 +110,15 @@ def test_loss_has_its_share_and_repeats():
     assert sum(lost) == pytest.approx(200, abs=60)
     assert lost == [other.arrival(at, 1, 2, 100) is None for at in range(2000)]
     assert not any(Internet(links).arrival(at, 2, 1, 100) is None for at in range(100))
+
+
+def test_a_split_internet_loses_what_would_cross_it_and_heals():
+    internet = Internet(dict.fromkeys(range(1, 6), LINK))
+    internet.split([[1, 2], [3, 4]])
+    through = {(a, b) for a in range(1, 6) for b in range(1, 6) if internet.arrival(0.0, a, b, 100) is not None}
+    assert through == {(a, b) for side in ((1, 2), (3, 4), (5,)) for a in side for b in side}
+    internet.split([])
+    assert all(internet.arrival(1.0, 1, other, 100) is not None for other in range(2, 6))
 
 
 def test_figures_are_means_per_peer_and_round():
@@ -204,6 +220,22 @@ def test_bytes_cross_the_rig_and_are_counted(home):
     assert 1e6 < home.counters(1).up < 1.2e6
     assert home.counters(2).down == pytest.approx(home.counters(1).up, rel=0.05)
     assert home.counters(3).down < 1e4
+
+
+@pytest.mark.timeout(60)
+def test_the_rig_can_be_cut_and_healed(home):
+    def reaches(target):
+        knock = home.argv(1, [sys.executable, "-c", KNOCK, f"10.77.0.{target}"])
+        return subprocess.run(knock, check=False).returncode == 0
+
+    home.partition({1, 2}, {3, 4, 5})
+    wait_until(lambda: not reaches(3))
+    assert reaches(2)
+    home.blackhole(2)
+    wait_until(lambda: not reaches(2))
+    assert reaches(3)
+    home.heal()
+    wait_until(lambda: reaches(2) and reaches(3))
 
 
 @pytest.mark.timeout(120)

@@ -20,7 +20,7 @@ from spesd.api.headline import headline
 from spesd.api.schema import Phase, State, Status
 from spesd.api.socket_path import FOLDER, SOCKET, remove_socket
 from spesd.cli.demo_report import Track, disagreements
-from spesd.cli.launch import Daemon, session_members
+from spesd.cli.launch import Daemon, command, session_members
 from spesd.config.peer import PeerConfig
 
 EXPERTS, TRAIN_EXPERTS = 8, 3
@@ -115,8 +115,13 @@ class Peer:
     def start(self, **changes: Any) -> Peer:
         """Start a daemon on the state dir. `changes` replace fields of its config."""
         config = self.config.model_copy(update=changes)
-        self.daemon, self.up, self.track = Daemon.spawn(config, environ={"TMPDIR": str(self.temp)}), True, Track()
+        self.daemon = Daemon.spawn(config, self.argv(config), environ={"TMPDIR": str(self.temp)})
+        self.up, self.track = True, Track()
         return self
+
+    def argv(self, config: PeerConfig) -> list[str]:
+        """The command that starts the daemon."""
+        return command(config)
 
     @property
     def pid(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -198,3 +199,51 @@ async def test_a_request_for_too_much_work_is_refused(start_directory: StartDire
     assert await b._node.protocol.call_find(target, [DHTID.generate() for _ in range(512)])
     assert await b._node.protocol.call_find(target, [DHTID.generate() for _ in range(513)]) is None
     assert a.rejected == {"too many keys": 1}
+
+
+async def test_a_peer_that_did_not_answer_for_a_while_is_asked_again_once_it_has_been_joined(
+    start_directory: StartDirectory,
+) -> None:
+    a, b = [await start_directory() for _ in range(2)]
+    peer, blacklist = PeerID.from_base58(a.transport.peer_id), b._require_node().blacklist
+    for _ in range(6):  # hivemind bans for longer each time, here for minutes
+        blacklist.register_failure(peer)
+        del blacklist.banned_peers[peer]
+    blacklist.register_failure(peer)
+    assert peer in blacklist
+    await b.join(a.transport.addresses())
+    assert peer not in blacklist
+
+
+async def test_a_connection_that_died_without_a_word_is_not_used_for_the_next_dial(
+    start_directory: StartDirectory,
+) -> None:
+    a, b = [await start_directory() for _ in range(2)]
+    addresses = a.transport.addresses()
+
+    async def connected() -> set[str]:
+        return {str(peer.peer_id) for peer in await b.transport.p2p.list_peers()}
+
+    assert a.transport.peer_id in await connected()
+    os.kill(a.transport.p2pd_pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(CannotJoin, match="no answer from the DHT"):
+            await b.join(addresses)
+        assert a.transport.peer_id not in await connected()
+    finally:
+        os.kill(a.transport.p2pd_pid, signal.SIGCONT)
+    await b.join(addresses)
+
+
+async def test_who_does_not_answer_does_not_hold_up_the_entry_through_another(
+    start_directory: StartDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = [await start_directory() for _ in range(2)]
+    silent, greet = "/ip4/10.0.0.1/tcp/1/p2p/Qmsilent", b._enter
+
+    async def enter(address: str, timeout: float) -> str | None:
+        await asyncio.Event().wait() if address == silent else None
+        return await greet(address, timeout)
+
+    monkeypatch.setattr(b, "_enter", enter)
+    await b.join([silent, *a.transport.addresses()], timeout=3600)
