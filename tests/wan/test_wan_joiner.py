@@ -78,9 +78,7 @@ def until_complete(swarm: WanSwarm, peer: WanPeer) -> int:
 def test_a_joiner_fills_its_downlink_from_several_donors(swarm: WanSwarm, donors: list[WanPeer]) -> None:
     largest, *others = shards_of(donors[0])
     before = [swarm.rig.counters(donor.node) for donor in donors]
-    joiner = joiner_of(
-        swarm, "joiner", donors[0], up_mbit=CAP_MBIT
-    )  # a cap on what it sends, which it hardly does here
+    joiner = joiner_of(swarm, "joiner", donors[0], up_mbit=CAP_MBIT)  # on what it sends, which is little here
     had, since, device = until_fetched(swarm, joiner, largest, 0.1), time.monotonic(), swarm.rig.counters(joiner.node)
     has = until_fetched(swarm, joiner, largest, 0.9)
     seconds, down = time.monotonic() - since, swarm.rig.counters(joiner.node).since(device).down
@@ -131,4 +129,4 @@ def test_a_cap_on_what_is_sent_holds_on_the_device(swarm: WanSwarm, donors: list
     finally:
         swarm.rig.heal()
     print(f"\n{up / seconds / BYTES_PER_MBIT:.2f} Mbit/s sent in {seconds:.1f} s, {CAP_MBIT:g} are allowed")
-    assert 0.9 * CAP_MBIT < up / seconds / BYTES_PER_MBIT < 1.1 * CAP_MBIT
+    assert 0.7 * CAP_MBIT < up / seconds / BYTES_PER_MBIT < 1.1 * CAP_MBIT
