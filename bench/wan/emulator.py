@@ -1,7 +1,7 @@
 """The emulator: a process that forwards packets between network namespaces as if between home internet links.
 
 `python -m bench.wan.emulator PREFIX LINKS`, where LINKS is a JSON object from node number to link. It makes one
-namespace for each node, PREFIX and the number, with the address 10.77.0.NUMBER on a TUN device, says `ready`, and takes
+namespace for each node, PREFIX and the number, with the address 11.77.0.NUMBER on a TUN device, says `ready`, and takes
 lines `NUMBER LINK` that change a link, and `split GROUPS`, a JSON array of groups of nodes between which nothing
 passes any more. At the end of its standard input it removes the namespaces, with
 whatever still runs in them, and ends. It needs Linux, root and iproute2, but neither bridge nor netem.
@@ -24,10 +24,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from bench.wan.links import Internet, Link
+from bench.wan.links import Firewalls, Internet, Link
 
 DEVICE = "wan0"
-NETWORK = (10, 77, 0)
+NETWORK = (11, 77, 0)
+"""Public addresses, for libp2p relays through no others; they lead nowhere but to the nodes."""
+
 MTU = 1500
 CONGESTION_CONTROL = "cubic"
 """TCP of an ordinary home computer, whatever this machine uses."""
@@ -72,6 +74,7 @@ class Router:
         self._devices = dict(devices)
         self._nodes = {device: node for node, device in devices.items()}
         self._internet = internet
+        self._firewalls = Firewalls()
         self._on_the_way: list[tuple[float, int, int, bytes]] = []
         self._order = 0
         self._typed = b""
@@ -109,6 +112,9 @@ class Router:
                 return
             target = packet[19] if packet[0] >> 4 == 4 and tuple(packet[16:19]) == NETWORK else None
             if target is None or target == source or target not in self._devices:
+                continue
+            links = self._internet.links
+            if not self._firewalls.passes(links[source], links[target], packet):
                 continue
             arrival = self._internet.arrival(now, source, target, len(packet))
             if arrival is not None:

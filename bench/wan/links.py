@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
+
+TCP, UDP = 6, 17
 
 QUEUE_SECONDS = 0.1
 """Longest wait in the queue before a link; what would wait longer is dropped."""
@@ -20,10 +23,53 @@ class Link(BaseModel):
     down: float = Field(gt=0, description="Mbit/s")
     rtt: float = Field(default=50.0, ge=0, description="round trip to a node with the same figure, ms")
     loss: float = Field(default=0.0, ge=0, lt=1, description="share of packets")
+    closed: bool = Field(default=False, description="behind a firewall or NAT: nothing comes in but answers")
 
     def faster(self, factor: float) -> Link:
         """The same link with `factor` times the rates."""
         return self.model_copy(update={"up": self.up * factor, "down": self.down * factor})
+
+
+class Flow(NamedTuple):
+    """One direction of what two programs say to each other."""
+
+    protocol: int
+    source: bytes
+    target: bytes
+
+    @classmethod
+    def of(cls, packet: bytes) -> Flow:
+        """The flow of an IPv4 packet: addresses, and ports where the protocol has them."""
+        at, protocol = 4 * (packet[0] & 15), packet[9]
+        ports = packet[at : at + 4] if protocol in (TCP, UDP) else b""
+        return cls(protocol, packet[12:16] + ports[:2], packet[16:20] + ports[2:])
+
+    def begins(self, packet: bytes) -> bool:
+        """Whether this packet of the flow asks for a TCP connection: SYN without ACK."""
+        return self.protocol == TCP and packet[4 * (packet[0] & 15) + 13] & 0x12 == 0x02
+
+    @property
+    def answers(self) -> Flow:
+        """The other direction."""
+        return Flow(self.protocol, self.target, self.source)
+
+
+class Firewalls:
+    """The routers of homes: what comes in must answer what went out.
+
+    Over TCP no hole can be punched either: two ends that dial each other at once do not meet, as behind a NAT that
+    gives every connection a port of its own.
+    """
+
+    def __init__(self) -> None:
+        self._open: set[Flow] = set()
+
+    def passes(self, source: Link, target: Link, packet: bytes) -> bool:
+        """Whether an IPv4 packet gets through the firewalls of both ends."""
+        flow = Flow.of(packet)
+        if source.closed:
+            self._open.add(flow)
+        return not target.closed or (flow.answers in self._open and not flow.begins(packet))
 
 
 class Internet:

@@ -172,6 +172,24 @@ class Traffic(Transferred):
     limits: Limits = Limits()
 
 
+class Line(StrEnum):
+    """How a peer is connected to this one."""
+
+    NONE = "none"
+    DIRECT = "direct"
+    RELAYED = "relayed"
+
+
+class Neighbour(Answer):
+    """The line to a live peer."""
+
+    peer: str
+    line: Line = Field(default=Line.NONE, description="whether we are connected, and whether through a relay")
+    rtt_ms: float | None = Field(default=None, description="round trip, as far as it was measured")
+    up_mbit: float = Field(default=0.0, description="sent to it lately, Mbit/s")
+    down_mbit: float = Field(default=0.0, description="received from it lately, Mbit/s")
+
+
 class Status(Answer):
     """`GET /v1/status`."""
 
@@ -193,13 +211,13 @@ class Status(Answer):
     units: tuple[UnitStatus, ...] = ()
     traffic: Traffic = Traffic()
     peers_live: int = Field(default=0, description="this one included")
+    neighbours: tuple[Neighbour, ...] = Field(default=(), description="the other live peers")
     warnings: tuple[str, ...] = ()
 
 
-class Peer(Answer):
-    """A peer as its signed record tells."""
+class Peer(Neighbour):
+    """A peer as its signed record tells, and the line to it."""
 
-    peer: str
     me: bool = False
     state: State
     round: int = 0

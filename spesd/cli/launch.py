@@ -49,6 +49,9 @@ def command(config: PeerConfig) -> list[str]:
         value = getattr(config, name)
         values = value if isinstance(value, tuple) else () if value is None else (value,)
         for one in values:
+            if isinstance(one, bool):
+                argv.append(flag_of(name) if one else flag_of(f"no_{name}"))
+                continue
             argv += [flag_of(name), str(one.absolute() if isinstance(one, Path) else one)]
     return argv
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from spesd.cli.console import console, duration, print_json
 from spesd.cli.options import ConfigFile, Json, StateDir, Timeout, client_for
+from spesd.cli.status import line
 
 
 def peers(state_dir: StateDir = None, config: ConfigFile = None, json: Json = False, timeout: Timeout = 5.0) -> None:
@@ -14,7 +15,7 @@ def peers(state_dir: StateDir = None, config: ConfigFile = None, json: Json = Fa
         return
     from rich.table import Table
 
-    table = Table("peer", "state", "round", "experts", "version", "seen", "address", box=None)
+    table = Table("peer", "state", "round", "experts", "version", "seen", "line", "address", box=None)
     for peer in sorted(answer.peers, key=lambda peer: (not peer.me, peer.peer)):
         table.add_row(
             f"{peer.peer} (this one)" if peer.me else peer.peer,
@@ -23,6 +24,7 @@ def peers(state_dir: StateDir = None, config: ConfigFile = None, json: Json = Fa
             ", ".join(unit.removeprefix("expert-") for unit in peer.owned) or "–",
             peer.version,
             f"{duration(peer.age_s)} ago",
+            "–" if peer.me else line(peer).partition(" ")[2],
             peer.addresses[0].partition("/p2p/")[0] if peer.addresses else "–",
         )
     console().print(table)

@@ -29,6 +29,18 @@ def start(
     threads: Annotated[int | None, typer.Option(help="CPU threads of the trainer; default: physical cores.")] = None,
     listen: Annotated[list[str] | None, typer.Option(help="Multiaddr to listen on; repeatable.")] = None,
     announce: Annotated[list[str] | None, typer.Option(help="Multiaddr told to others; repeatable.")] = None,
+    nat_port_map: Annotated[
+        bool | None, typer.Option("--nat-port-map/--no-nat-port-map", help="Ask the router to forward the port.")
+    ] = None,
+    reachability: Annotated[
+        str | None, typer.Option(help="Whether others can dial this machine: auto, public or private.")
+    ] = None,
+    relays: Annotated[
+        list[str] | None, typer.Option(help="Address of a peer that relays for this one; repeatable.")
+    ] = None,
+    serve_relay: Annotated[
+        bool | None, typer.Option("--serve-relay/--no-serve-relay", help="Relay for others, where this one is public.")
+    ] = None,
     max_tokens_per_second: Annotated[float | None, typer.Option(help="Train no faster than this.")] = None,
     up_mbit: Annotated[float | None, typer.Option(help="Send no faster than this, Mbit/s.")] = None,
     down_mbit: Annotated[float | None, typer.Option(help="Receive no faster than this, Mbit/s.")] = None,

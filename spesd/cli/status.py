@@ -8,14 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spesd.api.headline import headline
-from spesd.api.schema import Status, Traffic
+from spesd.api.headline import headline, short
+from spesd.api.schema import Line, Neighbour, Status, Traffic
 from spesd.cli.console import amount, console, duration, number, print_json
 from spesd.cli.limit import caps
 from spesd.cli.options import ConfigFile, Json, StateDir, Timeout, client_for
 
 if TYPE_CHECKING:
     from rich.text import Text
+
+
+MOST_LINES = 16
+"""Peers whose lines are shown; `spesd peers` shows all."""
 
 
 def status(
@@ -64,10 +68,19 @@ def facts(answer: Status) -> dict[str, str]:
         "loss": f"{number(trainer.loss)} in training, {held_out} held out",
         "trains": ", ".join(answer.owned) or "–",
         "traffic": _traffic(answer.traffic),
-        "peers": f"{answer.peers_live} live",
+        "peers": "\n          ".join([f"{answer.peers_live} live", *map(line, answer.neighbours[:MOST_LINES])]),
         "daemon": f"spesd {answer.version}, pid {answer.pid}, up {duration(answer.uptime_s)}",
         "to join": answer.join or "–",
     }
+
+
+def line(neighbour: Neighbour) -> str:
+    """How a peer is connected: `QmYyQSo1… direct, 52 ms, 1.2 Mbit/s up, 0.4 down`."""
+    if neighbour.line is Line.NONE:
+        return f"{short(neighbour.peer)} not connected"
+    rtt = f"{neighbour.rtt_ms:.0f} ms, " if neighbour.rtt_ms is not None else ""
+    flow = f"{number(neighbour.up_mbit)} Mbit/s up, {number(neighbour.down_mbit)} down"
+    return f"{short(neighbour.peer)} {neighbour.line.value}, {rtt}{flow}"
 
 
 def _traffic(traffic: Traffic) -> str:

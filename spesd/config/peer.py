@@ -29,7 +29,7 @@ BUDGET = ("train_experts", "memory_gib")
 LEAST_MBIT = 0.1
 """A smaller cap would not let a round's messages through in time."""
 
-LIST_FIELDS = ("join", "listen", "announce")
+LIST_FIELDS = ("join", "listen", "announce", "relays")
 PATH_FIELDS = ("state_dir", "manifest")
 
 
@@ -54,6 +54,16 @@ class PeerConfig(BaseModel):
         default=("/ip4/0.0.0.0/tcp/0",), min_length=1, description="multiaddrs to listen on; port 0 means any"
     )
     announce: tuple[Endpoint, ...] = Field(default=(), description="multiaddrs told to others, if not those found")
+    nat_port_map: bool = Field(default=True, description="ask the router to forward the port (UPnP, NAT-PMP)")
+    reachability: Literal["auto", "public", "private"] = Field(
+        default="auto", description="whether others can dial this machine; auto: libp2p finds out"
+    )
+    relays: tuple[PeerAddress, ...] = Field(
+        default=(), description="addresses of public peers with serve_relay, for where others cannot dial this machine"
+    )
+    serve_relay: bool = Field(
+        default=False, description="where this machine is public, relay for others; not counted in caps and totals"
+    )
     device: str = Field(
         default="auto", pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$", description="auto, cpu, cuda or cuda:1"
     )

@@ -20,7 +20,6 @@ from spesd.api.schema import (
     LimitChange,
     Limits,
     Losses,
-    Peer,
     Peers,
     Reason,
     Rounds,
@@ -149,7 +148,13 @@ class Daemon:
 
     async def _start_transport(self, stack: AsyncExitStack) -> Transport:
         config = TransportConfig(
-            identity_path=self._dir.identity, host_maddrs=self._config.listen, announce_maddrs=self._config.announce
+            identity_path=self._dir.identity,
+            host_maddrs=self._config.listen,
+            announce_maddrs=self._config.announce,
+            nat_port_map=self._config.nat_port_map,
+            reachability=self._config.reachability,
+            relays=self._config.relays,
+            serve_relay=self._config.serve_relay,
         )
         transport = await Transport.start(config)
         _apply(self._limits, transport)
@@ -298,7 +303,7 @@ class Daemon:
         )
         if self._book is not None:
             known = known.model_copy(update={"traffic": self._book.status(self._limits, date.today())})
-        if volunteer is None:
+        if volunteer is None or transport is None:
             return known
         more = {
             "round": views.round_status(volunteer.peer, volunteer.conductor.rounds, volunteer.conductor.now),
@@ -306,28 +311,17 @@ class Daemon:
             "owned": tuple(sorted(volunteer.peer.context.owned)),
             "units": views.unit_statuses(volunteer.records, volunteer.peer),
             "peers_live": len(volunteer.peer.context.live) + 1,
+            "neighbours": tuple(views.neighbour(peer, transport) for peer in sorted(volunteer.peer.context.live)),
             "warnings": (*volunteer.trainer.warnings, *volunteer.shortages()),
         }
         return known.model_copy(update=more)
 
     def peers(self) -> Peers:
-        if self._volunteer is None:
+        volunteer, transport = self._volunteer, self._transport
+        if volunteer is None or transport is None:
             return Peers()
-        now = time.time()
-        rows = [
-            Peer(
-                peer=peer,
-                me=peer == self._volunteer.peer.context.me,
-                state=State(record.state) if record.state in set(State) else State.STARTING,
-                round=record.round,
-                owned=record.owned,
-                addresses=record.addresses,
-                version=record.version,
-                age_s=max(0.0, now - record.issued),
-            )
-            for peer, record in sorted(self._volunteer.records.items())
-        ]
-        return Peers(peers=tuple(rows))
+        me = volunteer.peer.context.me
+        return Peers(peers=tuple(views.peer(record, me, transport) for _, record in sorted(volunteer.records.items())))
 
     def experts(self) -> Experts:
         volunteer = self._volunteer

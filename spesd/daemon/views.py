@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 
 from spesd.api.schema import (
     Expert,
     HeldOut,
+    Line,
+    Neighbour,
+    Peer,
     Phase,
     RoundRecord,
     RoundStatus,
+    State,
     TrainerStatus,
     UnitOutcome,
     UnitResult,
@@ -18,7 +23,9 @@ from spesd.api.schema import (
     Waiting,
 )
 from spesd.daemon.trainer import Trainer
+from spesd.swarm.rate import BYTES_PER_MBIT
 from spesd.swarm.records import PeerRecord
+from spesd.swarm.transport import Transport
 from spesd.sync.effects import Outcome, RoundEnded, UnitReport
 from spesd.sync.ledger import PeerId, UnitId
 from spesd.sync.peer import SyncPeer
@@ -58,6 +65,33 @@ def unit_statuses(records: Mapping[PeerId, PeerRecord], peer: SyncPeer) -> tuple
             )
         )
     return tuple(rows)
+
+
+def neighbour(peer: PeerId, transport: Transport) -> Neighbour:
+    """The line to a peer."""
+    relayed, rtt = transport.lines.relayed.get(peer), transport.lines.rtt(peer)
+    up, down = transport.traffic.per_second(peer)
+    return Neighbour(
+        peer=peer,
+        line=Line.NONE if relayed is None else Line.RELAYED if relayed else Line.DIRECT,
+        rtt_ms=round(1000 * rtt, 1) if rtt is not None else None,
+        up_mbit=round(up / BYTES_PER_MBIT, 3),
+        down_mbit=round(down / BYTES_PER_MBIT, 3),
+    )
+
+
+def peer(record: PeerRecord, me: PeerId, transport: Transport) -> Peer:
+    """A peer as its record tells, and the line to it."""
+    return Peer(
+        **neighbour(record.peer, transport).model_dump(),
+        me=record.peer == me,
+        state=State(record.state) if record.state in set(State) else State.STARTING,
+        round=record.round,
+        owned=record.owned,
+        addresses=record.addresses,
+        version=record.version,
+        age_s=max(0.0, time.time() - record.issued),
+    )
 
 
 def experts(records: Mapping[PeerId, PeerRecord], peer: SyncPeer) -> tuple[Expert, ...]:

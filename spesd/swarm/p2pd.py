@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 from hivemind.p2p import P2P
 
@@ -21,14 +22,18 @@ from spesd.swarm.socket_files import note_of, remove_files
 class TransportConfig:
     """Where this peer listens and which key it has.
 
-    `host_maddrs` may use port 0, unless `announce_maddrs` says under which addresses others reach us.
+    `host_maddrs` may use port 0, unless `announce_maddrs` says under which addresses others reach us. Who cannot be
+    reached (`reachability` private, or found to be so) is reached through one of `relays`, full multiaddrs. A public
+    peer with `serve_relay` is a relay for whoever asks.
     """
 
     identity_path: Path
     host_maddrs: Sequence[str] = ("/ip4/127.0.0.1/tcp/0",)
     announce_maddrs: Sequence[str] = ()
     nat_port_map: bool = True
-    relay: bool = False
+    reachability: Literal["auto", "public", "private"] = "auto"
+    relays: Sequence[str] = ()
+    serve_relay: bool = False
     start_seconds: float = 15.0
 
     @property
@@ -37,18 +42,29 @@ class TransportConfig:
         return note_of(self.identity_path)
 
 
+class _NotRelaying(P2P):  # type: ignore[misc]
+    """A p2pd that relays for nobody: hivemind has no setting for that."""
+
+    @staticmethod
+    def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
+        arguments: list[str] = P2P._make_process_args(*args, relayService=False, **kwargs)
+        return arguments
+
+
 async def launch(config: TransportConfig, host_maddrs: Sequence[str]) -> P2P:
     """Start a p2pd and connect to it. A cancelled launch leaves no process behind.
 
     Raises P2PDaemonError or OSError.
     """
     starting = asyncio.create_task(
-        P2P.create(
+        (P2P if config.serve_relay else _NotRelaying).create(
             host_maddrs=tuple(host_maddrs),
             announce_maddrs=tuple(config.announce_maddrs) or None,
             identity_path=str(config.identity_path),
             nat_port_map=config.nat_port_map,
-            use_relay=config.relay,
+            force_reachability=None if config.reachability == "auto" else config.reachability,
+            use_auto_relay=bool(config.relays),
+            trusted_relays=tuple(config.relays) or None,
             startup_timeout=config.start_seconds,
             idle_timeout=config.start_seconds,
         )

@@ -31,6 +31,34 @@ class Count:
         self.down += down
 
 
+WINDOW_SECONDS = 10.0
+
+
+@dataclass
+class Recent:
+    """Bytes of this span of ten seconds and of the one before."""
+
+    began: float
+    now: Count = field(default_factory=Count)
+    before: Count = field(default_factory=Count)
+
+    def add(self, at: float, up: int, down: int) -> None:
+        self._turn(at)
+        self.now.add(up, down)
+
+    def per_second(self, at: float) -> tuple[float, float]:
+        """Bytes a second sent and received, over the last ten to twenty seconds."""
+        self._turn(at)
+        seconds = WINDOW_SECONDS + at - self.began
+        return (self.before.up + self.now.up) / seconds, (self.before.down + self.now.down) / seconds
+
+    def _turn(self, at: float) -> None:
+        spans = int((at - self.began) / WINDOW_SECONDS)
+        if spans:
+            self.before, self.now = self.now if spans == 1 else Count(), Count()
+            self.began += spans * WINDOW_SECONDS
+
+
 @dataclass
 class StreamMeter:
     """The meter of one direction of one stream. Time that it waits for our own cap is added to `deadline`, if set."""
@@ -58,6 +86,8 @@ class Traffic:
 
     total: Count = field(default_factory=Count)
     peers: OrderedDict[str, Count] = field(default_factory=OrderedDict)
+    recent: dict[str, Recent] = field(default_factory=dict)
+    clock: Callable[[], float] = time.monotonic
     up_limit: Limiter = field(default_factory=lambda: Limiter(time.monotonic))
     down_limit: Limiter = field(default_factory=lambda: Limiter(time.monotonic))
 
@@ -73,8 +103,16 @@ class Traffic:
         self.total.add(up, down)
         self.peers.setdefault(peer, Count()).add(up, down)
         self.peers.move_to_end(peer)
+        now = self.clock()
+        self.recent.setdefault(peer, Recent(now)).add(now, up, down)
         if len(self.peers) > MAX_PEERS:
-            self.peers.popitem(last=False)
+            oldest, _ = self.peers.popitem(last=False)
+            del self.recent[oldest]
+
+    def per_second(self, peer: str) -> tuple[float, float]:
+        """Bytes a second that lately went to `peer` and came from it."""
+        recent = self.recent.get(peer)
+        return recent.per_second(self.clock()) if recent is not None else (0.0, 0.0)
 
 
 class DayCount(BaseModel):

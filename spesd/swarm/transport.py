@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from spesd.swarm.errors import NetworkNotStarted, PeerMisbehaved, PeerRefused, PeerTimeout, PeerUnreachable
 from spesd.swarm.identity import Identity
+from spesd.swarm.lines import SMALL_BYTES, Lines
 from spesd.swarm.p2pd import TransportConfig, launch, retire, with_fixed_ports
 from spesd.swarm.socket_files import remove_stale_sockets
 from spesd.swarm.streams import Admission, Handler, PayloadLimit, Reply, Service, StreamLimits
@@ -53,6 +55,7 @@ class Transport:
     def __init__(self, config: TransportConfig, identity: Identity, limits: StreamLimits) -> None:
         self.identity = identity
         self.traffic = Traffic()
+        self.lines = Lines()
         self.restarts = 0
         self._config = config
         self._admission = Admission(limits)
@@ -133,10 +136,12 @@ class Transport:
         return outside or list(self._visible)
 
     async def refresh(self) -> None:
-        """Ask p2pd for our addresses anew: NAT traversal may have found more. While it is down they stay."""
+        """Ask p2pd for our addresses and connections anew: NAT traversal may have found more. While down they stay."""
         with contextlib.suppress(TimeoutError, *_BROKEN):
             async with asyncio.timeout(_CONTROL_SECONDS):
                 await self._read_addresses()
+                peers = await self.p2p.list_peers()
+                self.lines.connected((str(peer.peer_id), str(end)) for peer in peers for end in peer.addrs)
 
     async def _read_addresses(self) -> None:
         with contextlib.suppress(ValueError):  # hivemind's way to say that there is none
@@ -229,7 +234,8 @@ class Transport:
                     up = self.traffic.up(peer_id, protocol, urgent)
                     sending = asyncio.create_task(self._send(writer, header, payload, up))
                     try:  # a refusal may come before all is sent, so read at the same time
-                        return await self._receive(reader, self.traffic.down(peer_id, protocol, urgent), max_reply)
+                        down = self.traffic.down(peer_id, protocol, urgent)
+                        return await self._receive(reader, down, max_reply, small=len(header) + size <= SMALL_BYTES)
                     finally:
                         sending.cancel()
                         await asyncio.gather(sending, return_exceptions=True)
@@ -243,8 +249,11 @@ class Transport:
                 raise PeerRefused(peer_id, "no-protocol", f"it does not serve {protocol}") from None
             raise PeerUnreachable(peer_id, f"peer {peer_id} unreachable for {protocol}: {_brief(error)}") from None
 
-    async def _receive(self, reader: asyncio.StreamReader, received: StreamMeter, max_reply: int) -> Reply:
+    async def _receive(self, reader: asyncio.StreamReader, received: StreamMeter, max_reply: int, small: bool) -> Reply:
+        asked = time.monotonic()
         answer = await read_header(reader, received)
+        if small:
+            self.lines.answered(received.peer, time.monotonic() - asked)
         body, size = _parse_reply(received.peer, answer, max_reply)
         return Reply(body, await read_payload(reader, size, self._admission.limits.idle_seconds, received))
 

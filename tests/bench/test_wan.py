@@ -14,7 +14,7 @@ import pytest
 import bench.wan.__main__ as wan
 from bench.wan import baseline, rig, swarm
 from bench.wan.arithmetic import Sizes, Volume, server_limit, server_volume, swarm_volume
-from bench.wan.links import QUEUE_SECONDS, Internet, Link
+from bench.wan.links import QUEUE_SECONDS, TCP, UDP, Firewalls, Internet, Link
 from bench.wan.report import Measurement, PeerFigures, figures, misses, table
 from bench.wan.rig import CannotEmulate, Counters, Rig
 from bench.wan.setting import Setting
@@ -40,7 +40,7 @@ while connection.recv(65536):
 """
 SEND = """
 import socket
-connection = socket.create_connection(("10.77.0.2", 9))
+connection = socket.create_connection(("11.77.0.2", 9))
 connection.sendall(bytes(10**6))
 connection.close()
 """
@@ -119,6 +119,35 @@ def test_a_split_internet_loses_what_would_cross_it_and_heals():
     assert through == {(a, b) for side in ((1, 2), (3, 4), (5,)) for a in side for b in side}
     internet.split([])
     assert all(internet.arrival(1.0, 1, other, 100) is not None for other in range(2, 6))
+
+
+def packet(protocol: int, source: int, target: int, tcp_flags: int = 0x10) -> bytes:
+    """An IPv4 packet from port 1000 + source to port 1000 + target."""
+    header = bytes([0x45, 0, 0, 40, 0, 0, 0, 0, 64, protocol, 0, 0, 11, 77, 0, source, 11, 77, 0, target])
+    ports = (1000 + source).to_bytes(2, "big") + (1000 + target).to_bytes(2, "big")
+    return header + ports + bytes(9) + bytes([tcp_flags]) + bytes(6)
+
+
+SYN, SYN_ACK = 0x02, 0x12
+
+
+def test_nothing_comes_through_a_firewall_but_answers():
+    home, server = LINK.model_copy(update={"closed": True}), LINK
+    walls = Firewalls()
+    assert not walls.passes(server, home, packet(UDP, 2, 1))
+    assert walls.passes(home, server, packet(UDP, 1, 2))
+    assert walls.passes(server, home, packet(UDP, 2, 1))
+    assert not walls.passes(server, home, packet(UDP, 3, 1)), "somebody else"
+    assert not walls.passes(server, home, packet(TCP, 2, 1)), "another protocol"
+
+
+def test_two_firewalls_keep_each_other_s_connections_out():
+    home, other = (LINK.model_copy(update={"closed": True}) for _ in range(2))
+    walls = Firewalls()
+    assert not walls.passes(home, other, packet(TCP, 1, 2, SYN))
+    assert not walls.passes(other, home, packet(TCP, 2, 1, SYN))
+    assert walls.passes(home, LINK, packet(TCP, 1, 3, SYN))
+    assert walls.passes(LINK, home, packet(TCP, 3, 1, SYN_ACK))
 
 
 def test_figures_are_means_per_peer_and_round():
@@ -225,7 +254,7 @@ def test_bytes_cross_the_rig_and_are_counted(home):
 @pytest.mark.timeout(60)
 def test_the_rig_can_be_cut_and_healed(home):
     def reaches(target):
-        knock = home.argv(1, [sys.executable, "-c", KNOCK, f"10.77.0.{target}"])
+        knock = home.argv(1, [sys.executable, "-c", KNOCK, f"11.77.0.{target}"])
         return subprocess.run(knock, check=False).returncode == 0
 
     home.partition({1, 2}, {3, 4, 5})

@@ -8,23 +8,33 @@ import pytest
 
 from spesd.cli.launch import DaemonExited, NotReady, command, session_members
 from spesd.config.errors import ExitCode
-from spesd.config.peer import PeerConfig, load_peer_config
+from spesd.config.peer import LIST_FIELDS, PeerConfig, load_peer_config
 
 PEER = "/ip4/127.0.0.1/tcp/4001/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 
 
 def test_the_command_says_the_whole_configuration(tmp_path):
-    config = PeerConfig(state_dir=tmp_path, join=(PEER, PEER), train_experts=3, threads=2, device="cuda:1")
+    config = PeerConfig(
+        state_dir=tmp_path,
+        join=(PEER, PEER),
+        relays=(PEER,),
+        train_experts=3,
+        threads=2,
+        device="cuda:1",
+        nat_port_map=False,
+        serve_relay=True,
+    )
     argv = command(config)
     assert argv[3:6] == ["start", "--config", os.devnull]
-    pairs = list(zip(argv[4::2], argv[5::2], strict=True))
-    flags = {}
-    for flag, value in pairs[1:]:
+    flags, rest = {}, iter(argv[6:])
+    for flag in rest:
         field = flag.removeprefix("--").replace("-", "_")
-        if field in ("join", "listen", "announce"):
-            flags.setdefault(field, []).append(value)
+        if field.removeprefix("no_") in ("nat_port_map", "serve_relay"):
+            flags[field.removeprefix("no_")] = not field.startswith("no_")
+        elif field in LIST_FIELDS:
+            flags.setdefault(field, []).append(next(rest))
         else:
-            flags[field] = value
+            flags[field] = next(rest)
     assert load_peer_config(flags, environ={}).model_dump() == config.model_dump()
 
 

@@ -64,6 +64,17 @@ def test_lists_from_the_environment_and_from_flags():
     assert load({"join": []}, {"SPESD_JOIN": PEER}).join == (PEER,)
 
 
+def test_reachability_from_everywhere(tmp_path):
+    assert (load().nat_port_map, load().reachability, load().serve_relay) == (True, "auto", False)
+    config = load({"nat_port_map": False, "relays": [PEER]}, {"SPESD_SERVE_RELAY": "true", "SPESD_RELAYS": PEER})
+    assert (config.nat_port_map, config.serve_relay, config.relays) == (False, True, (PEER,))
+    assert load(config=written(tmp_path, 'reachability = "private"')).reachability == "private"
+    with pytest.raises(ConfigError, match="flag --reachability"):
+        load({"reachability": "hidden"})
+    with pytest.raises(ConfigError, match=r"SPESD_RELAYS.*does not end with /p2p/"):
+        load(environ={"SPESD_RELAYS": "/ip4/203.0.113.7/tcp/1"})
+
+
 def test_paths_in_a_file_are_relative_to_it(tmp_path):
     config = load(config=written(tmp_path, 'manifest = "run.toml"\nstate_dir = "/var/x"'))
     assert config.manifest == tmp_path / "run.toml"

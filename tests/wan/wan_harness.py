@@ -50,6 +50,11 @@ class WanPeer(Peer):
     def argv(self, config: PeerConfig) -> list[str]:
         return self.rig.argv(self.node, command(config))
 
+    def trains_with(self, peers: int) -> bool:
+        """Whether it trains, and sees so many peers."""
+        status = self.track.status
+        return status is not None and status.trainer.state == "training" and status.peers_live == peers
+
     def rounds(self) -> list[RoundRecord]:
         """The rounds that have ended here, oldest first."""
         return list(self.daemon.client.rounds().rounds)
@@ -99,12 +104,7 @@ class WanSwarm(Swarm):
             peers.append(peer)
         self.until(
             "all train and see each other",
-            lambda: all(
-                peer.track.status is not None
-                and peer.status.trainer.state == "training"
-                and peer.status.peers_live == len(peers)
-                for peer in peers
-            ),
+            lambda: all(peer.trains_with(len(peers)) for peer in peers),
             90.0,
         )
         return peers
