@@ -83,6 +83,7 @@ class BlobExchange:
         self._gate = Gate(self._chunks_at_once, CHUNKS_PER_SOURCE)
         self._server = BlobServer(store, self._under_way, transport.traffic.up_limit)
         self._fetches: dict[str, _Fetch] = {}
+        self._heard: dict[str, float] = {}
 
     async def serve(self) -> None:
         """Start answering others."""
@@ -147,7 +148,9 @@ class BlobExchange:
         # each peer begins elsewhere, so that they soon have something to give to each other
         first = int.from_bytes(blake3(f"{self._transport.peer_id} {hash}".encode()).digest(8), "big")
         known = ChunkList.alone(hash, sizes.start) if len(sizes) == 1 and chunk_count(sizes.start) == 1 else None
-        download = Download(hash, self.store.partial_path(hash), sources, self._gate, self.liars, first, known)
+        download = Download(
+            hash, self.store.partial_path(hash), sources, self._gate, self.liars, first, self._heard, known
+        )
         return _Fetch(asyncio.create_task(self._run(hash, download)), download)
 
     async def _run(self, hash: str, download: Download) -> None:

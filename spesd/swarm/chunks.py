@@ -19,7 +19,8 @@ CHUNK_BYTES = 256 << 10
 HASH_BYTES = 32
 
 HEDGE_SECONDS = 2.0
-"""A chunk that is on its way for so long may be asked of another source too, when there is nothing else to ask for."""
+"""A chunk that is on its way for so long may be asked of another source too, when there is nothing else to ask for,
+and when its own source has delivered no chunk at all for as long: a full line is slow, but not dead."""
 
 HEDGE_FACTOR = 4.0
 """... and only when it takes so many times longer than usual."""
@@ -91,8 +92,14 @@ def read_bitmap(bits: bytes, count: int) -> frozenset[int]:
 class ChunkPlan:
     """Which chunk is asked for next, and of whom; each is asked for once unless its source fails or is very slow."""
 
-    def __init__(self, count: int, first: int, present: Collection[int] = ()) -> None:
-        """`first` is where to begin: peers that begin at different chunks have something to give to each other."""
+    def __init__(
+        self, count: int, first: int, present: Collection[int] = (), heard: dict[str, float] | None = None
+    ) -> None:
+        """`first` is where to begin: peers that begin at different chunks have something to give to each other.
+
+        `heard` tells when each source last delivered a chunk; plans of several blobs may share it.
+        """
+        self._heard = heard if heard is not None else {}
         self.present = set(present)
         rotated = (index % count for index in range(first, first + count))
         self._waiting = dict.fromkeys(index for index in rotated if index not in self.present)
@@ -125,6 +132,7 @@ class ChunkPlan:
 
     def arrived(self, source: str, index: int, now: float) -> bool:
         """The chunk is here and checked. False if it was here already."""
+        self._heard[source] = now
         holders = self._asked.pop(index, None)
         if holders is None:
             return False
@@ -149,7 +157,8 @@ class ChunkPlan:
         """A chunk that another source takes much too long for."""
         before = now - max(HEDGE_SECONDS, HEDGE_FACTOR * self._usual_seconds)
         for index, holders in self._asked.items():
-            slow = max(holders.values()) < before and len(holders) < _MAX_HOLDERS
+            heard = (max(asked, self._heard.get(holder, asked)) for holder, asked in holders.items())
+            slow = len(holders) < _MAX_HOLDERS and max(heard) < before
             if slow and source not in holders and (offered is None or index in offered):
                 return index
         return None

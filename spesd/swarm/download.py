@@ -31,11 +31,13 @@ class Download:
         gate: Gate,
         liars: Set[str],
         first_chunk: int,
+        heard: dict[str, float],
         known: ChunkList | None = None,
     ) -> None:
         """`liars` are believed last. Two peers that begin at different chunks can give theirs to each other.
 
-        The chunk list may be `known` before anybody is asked: that of a blob of one chunk is its name.
+        `heard` is when each source last delivered a chunk of any blob. The chunk list may be `known` before anybody is
+        asked: that of a blob of one chunk is its name.
         """
         self.file = file
         self.urgent = False
@@ -48,6 +50,7 @@ class Download:
         self._gate = gate
         self._liars = liars
         self._first_chunk = first_chunk
+        self._heard = heard
         self._news = News()
         self._holders = Holders(sources, self._news, known)
         self._failures: dict[str, int] = {}
@@ -90,7 +93,7 @@ class Download:
         """Fetch the chunks of this list that are not there; False when nobody is left who has them."""
         present = await asyncio.to_thread(_prepare, self.file, chunks)
         self.chunks = chunks
-        self.plan = plan = ChunkPlan(chunks.count, self._first_chunk % chunks.count, present)
+        self.plan = plan = ChunkPlan(chunks.count, self._first_chunk % chunks.count, present, self._heard)
         workers: dict[str, list[asyncio.Task[None]]] = {}
         try:
             while not plan.complete:

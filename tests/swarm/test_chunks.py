@@ -97,7 +97,7 @@ def test_only_a_chunk_that_takes_much_longer_than_usual_is_asked_for_twice() -> 
     assert plan.arrived("fast", 2, 1.0)
     late = max(HEDGE_SECONDS, HEDGE_FACTOR * 1.0)
     assert plan.ask("fast", None, late) is None
-    assert plan.ask("fast", None, late + 0.1) == 0
+    assert plan.ask("fast", None, late + 0.1) == 0, "its source has delivered nothing"
     assert plan.ask("other", None, late + 0.2) == 1 and plan.ask("other", None, late + 0.3) is None
     assert plan.arrived("fast", 0, late + 1) and not plan.arrived("slow", 0, late + 2)
     plan.failed("other", 1)
