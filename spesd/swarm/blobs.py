@@ -24,7 +24,7 @@ log = structlog.get_logger(__name__)
 
 MAX_BLOB_BYTES = 1 << 36
 CHUNKS_AT_ONCE = 32
-MAX_LIARS = 1024
+MAX_PEERS = 1024
 """Peer ids cost nothing to make, so no more are remembered."""
 
 CHUNKS_PER_SOURCE = 6
@@ -148,9 +148,10 @@ class BlobExchange:
         # each peer begins elsewhere, so that they soon have something to give to each other
         first = int.from_bytes(blake3(f"{self._transport.peer_id} {hash}".encode()).digest(8), "big")
         known = ChunkList.alone(hash, sizes.start) if len(sizes) == 1 and chunk_count(sizes.start) == 1 else None
-        download = Download(
-            hash, self.store.partial_path(hash), sources, self._gate, self.liars, first, self._heard, known
-        )
+        if len(self._heard) > MAX_PEERS:
+            self._heard.clear()
+        file = self.store.partial_path(hash)
+        download = Download(hash, file, sources, self._gate, self.liars, first, self._heard, known)
         return _Fetch(asyncio.create_task(self._run(hash, download)), download)
 
     async def _run(self, hash: str, download: Download) -> None:
@@ -160,7 +161,7 @@ class BlobExchange:
         finally:
             for peer, how in download.caught:
                 log.warning("peer lied about a blob", peer=peer, blob=hash, how=how)
-                if len(self.liars) >= MAX_LIARS:
+                if len(self.liars) >= MAX_PEERS:
                     self.liars.pop()
                 self.liars.add(peer)
 

@@ -104,6 +104,16 @@ def test_only_a_chunk_that_takes_much_longer_than_usual_is_asked_for_twice() -> 
     assert not plan.complete and plan.arrived("slow", 1, late + 3) and plan.complete
 
 
+def test_a_source_that_delivers_is_slow_but_not_dead() -> None:
+    heard: dict[str, float] = {}
+    plan, other_blob = ChunkPlan(1, 0, heard=heard), ChunkPlan(2, 0, heard=heard)
+    assert plan.ask("slow", None, 0.0) == other_blob.ask("slow", None, 0.0) == 0
+    late = HEDGE_SECONDS + 0.1
+    assert other_blob.arrived("slow", 0, late - 0.5)
+    assert plan.ask("fast", None, late) is None
+    assert plan.ask("fast", None, late + HEDGE_SECONDS) == 0
+
+
 def test_a_partial_source_is_asked_only_for_what_it_has() -> None:
     plan = ChunkPlan(3, 0)
     assert plan.wants_from(frozenset({1})) and not plan.wants_from(frozenset())
