@@ -79,7 +79,7 @@ def line(neighbour: Neighbour) -> str:
     if neighbour.line is Line.NONE:
         return f"{short(neighbour.peer)} not connected"
     rtt = f"{neighbour.rtt_ms:.0f} ms, " if neighbour.rtt_ms is not None else ""
-    flow = f"{number(neighbour.up_mbit)} Mbit/s up, {number(neighbour.down_mbit)} down"
+    flow = f"{number(neighbour.up_mbit, 2)} Mbit/s up, {number(neighbour.down_mbit, 2)} down"
     return f"{short(neighbour.peer)} {neighbour.line.value}, {rtt}{flow}"
 
 

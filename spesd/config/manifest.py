@@ -113,7 +113,7 @@ class SyncConfig(Section):
 
     shared_shards: int = Field(default=4, ge=1, le=4096, description="units that the shared parameters are cut into")
     codec: Literal["fp32", "fp16", "int8", "int4", "topk"] = Field(
-        default="int8", description="of contributions and packets; what each costs in learning: docs/learning.md"
+        default="topk", description="of contributions and packets; what each costs in learning: docs/learning.md"
     )
     block: int = Field(default=128, ge=16, le=4096, description="values under one scale of int8 and int4; a power of 2")
     top_share: float = Field(default=0.05, gt=0, le=0.5, description="share of the values that topk keeps")

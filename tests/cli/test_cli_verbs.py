@@ -15,6 +15,7 @@ from spesd.api.schema import (
     HeldOut,
     Limits,
     Losses,
+    Neighbour,
     Peer,
     Peers,
     RoundRecord,
@@ -136,6 +137,24 @@ def test_status(spesd, spawn, tmp_path):
     assert any(line.split() == ["trains", "expert-0"] for line in text)
     data = json.loads(spesd("status", "--json", "--state-dir", tmp_path / "state").out)
     assert (data["schema_version"], data["state"], data["pid"]) == (1, "training", daemon.process.pid)
+
+
+def test_status_and_peers_show_each_line(spesd, answers):
+    rows = [
+        Neighbour(peer=OTHER, line="relayed", rtt_ms=126.6, up_mbit=0.76, down_mbit=0.61),
+        Neighbour(peer=PEER, line="direct"),
+        Neighbour(peer="QmNobody"),
+    ]
+    answers("status", Status(state=State.TRAINING, version="0", pid=1, uptime_s=0, peers_live=4, neighbours=rows))
+    lines = [line.strip() for line in spesd("status").out.splitlines()]
+    at = lines.index("peers    4 live")
+    assert lines[at + 1 : at + 4] == [
+        f"{OTHER[:8]}… relayed, 127 ms, 0.76 Mbit/s up, 0.61 down",
+        f"{PEER[:8]}… direct, 0.00 Mbit/s up, 0.00 down",
+        "QmNobody not connected",
+    ]
+    answers("peers", Peers(peers=[Peer(**rows[0].model_dump(), state=State.TRAINING)]))
+    assert "relayed, 127 ms" in " ".join(spesd("peers").out.split())
 
 
 @pytest.mark.parametrize("options", [("--json",), ()])

@@ -48,6 +48,28 @@ async def test_large_payload_comes_back_bit_exact_and_is_counted(start_transport
     assert server.traffic.total.down == client.traffic.total.up
 
 
+async def test_the_line_to_a_peer_is_known_once_it_has_answered(start_transport: StartTransport) -> None:
+    server, client = await start_transport(), await start_transport()
+    await server.serve(ECHO, echo, max_payload=1 << 20)
+    await client.request(server.peer_id, ECHO, {}, bytes(1 << 20), timeout=30)
+    assert client.lines.rtt(server.peer_id) is None, "a large request tells nothing of the delay"
+    await client.request(server.peer_id, ECHO, {}, timeout=30)
+    rtt = client.lines.rtt(server.peer_id)
+    assert rtt is not None and 0 < rtt < 30
+    await client.refresh()
+    assert client.lines.relayed == {server.peer_id: False}
+
+
+async def test_a_relay_is_one_only_where_it_is_asked_for(tmp_path: Path) -> None:
+    for serve_relay in (False, True):
+        config = TransportConfig(tmp_path / "key", nat_port_map=False, reachability="public", serve_relay=serve_relay)
+        transport = await Transport.start(config)
+        arguments = psutil.Process(transport.p2pd_pid).cmdline()
+        await transport.stop()
+        assert ("-relayService=0" in arguments) != serve_relay
+        assert "-relay=1" in arguments and "-forceReachabilityPublic=1" in arguments
+
+
 async def test_addresses_can_be_pasted(start_transport: StartTransport) -> None:
     server = await start_transport()
     [address] = server.addresses()
