@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 import structlog
@@ -27,7 +28,7 @@ CHUNKS_AT_ONCE = 32
 MAX_PEERS = 1024
 """Peer ids cost nothing to make, so no more are remembered."""
 
-CHUNKS_PER_SOURCE = 6
+CHUNKS_PER_SOURCE = 4
 """Below the transport's bound for one peer and protocol, so that there is always a stream left to ask for an offer."""
 
 _OFFER_SECONDS = 15.0
@@ -83,7 +84,6 @@ class BlobExchange:
         self._gate = Gate(self._chunks_at_once, CHUNKS_PER_SOURCE)
         self._server = BlobServer(store, self._under_way, transport.traffic.up_limit)
         self._fetches: dict[str, _Fetch] = {}
-        self._heard: dict[str, float] = {}
 
     async def serve(self) -> None:
         """Start answering others."""
@@ -148,8 +148,6 @@ class BlobExchange:
         # each peer begins elsewhere, so that they soon have something to give to each other
         first = int.from_bytes(blake3(f"{self._transport.peer_id} {hash}".encode()).digest(8), "big")
         known = ChunkList.alone(hash, sizes.start) if len(sizes) == 1 and chunk_count(sizes.start) == 1 else None
-        if len(self._heard) > MAX_PEERS:
-            self._heard.clear()
         file = self.store.partial_path(hash)
         download = Download(hash, file, sources, self._gate, self.liars, first, self._heard, known)
         return _Fetch(asyncio.create_task(self._run(hash, download)), download)
@@ -164,6 +162,9 @@ class BlobExchange:
                 if len(self.liars) >= MAX_PEERS:
                     self.liars.pop()
                 self.liars.add(peer)
+
+    def _heard(self, peer: str) -> float:
+        return self._transport.traffic.heard.get((peer, self._protocol), -inf)
 
     def _under_way(self, hash: str) -> Download | None:
         fetch = self._fetches.get(hash)

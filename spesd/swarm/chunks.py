@@ -8,8 +8,9 @@ under suspicion, and what two lists have in common is fetched once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Set
+from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass
+from math import inf
 
 from blake3 import blake3
 
@@ -20,7 +21,7 @@ HASH_BYTES = 32
 
 HEDGE_SECONDS = 2.0
 """A chunk that is on its way for so long may be asked of another source too, when there is nothing else to ask for,
-and when its own source has delivered no chunk at all for as long: a full line is slow, but not dead."""
+and when not a byte of any chunk has come from its own source for as long: a full line is slow, but not dead."""
 
 HEDGE_FACTOR = 4.0
 """... and only when it takes so many times longer than usual."""
@@ -93,13 +94,13 @@ class ChunkPlan:
     """Which chunk is asked for next, and of whom; each is asked for once unless its source fails or is very slow."""
 
     def __init__(
-        self, count: int, first: int, present: Collection[int] = (), heard: dict[str, float] | None = None
+        self, count: int, first: int, present: Collection[int] = (), heard: Callable[[str], float] = lambda source: -inf
     ) -> None:
         """`first` is where to begin: peers that begin at different chunks have something to give to each other.
 
-        `heard` tells when each source last delivered a chunk; plans of several blobs may share it.
+        `heard` tells when the last byte of any chunk came from a source.
         """
-        self._heard = heard if heard is not None else {}
+        self._heard = heard
         self.present = set(present)
         rotated = (index % count for index in range(first, first + count))
         self._waiting = dict.fromkeys(index for index in rotated if index not in self.present)
@@ -132,7 +133,6 @@ class ChunkPlan:
 
     def arrived(self, source: str, index: int, now: float) -> bool:
         """The chunk is here and checked. False if it was here already."""
-        self._heard[source] = now
         holders = self._asked.pop(index, None)
         if holders is None:
             return False
@@ -157,7 +157,7 @@ class ChunkPlan:
         """A chunk that another source takes much too long for."""
         before = now - max(HEDGE_SECONDS, HEDGE_FACTOR * self._usual_seconds)
         for index, holders in self._asked.items():
-            heard = (max(asked, self._heard.get(holder, asked)) for holder, asked in holders.items())
+            heard = (max(asked, self._heard(holder)) for holder, asked in holders.items())
             slow = len(holders) < _MAX_HOLDERS and max(heard) < before
             if slow and source not in holders and (offered is None or index in offered):
                 return index

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from collections.abc import Coroutine, Iterable, Set
+from collections.abc import Callable, Coroutine, Iterable, Set
 from pathlib import Path
 
 from spesd.swarm.blob_store import hash_file
@@ -31,13 +31,13 @@ class Download:
         gate: Gate,
         liars: Set[str],
         first_chunk: int,
-        heard: dict[str, float],
+        heard: Callable[[str], float],
         known: ChunkList | None = None,
     ) -> None:
         """`liars` are believed last. Two peers that begin at different chunks can give theirs to each other.
 
-        `heard` is when each source last delivered a chunk of any blob. The chunk list may be `known` before anybody is
-        asked: that of a blob of one chunk is its name.
+        `heard` tells when the last byte of any chunk came from a source. The chunk list may be `known` before anybody
+        is asked: that of a blob of one chunk is its name.
         """
         self.file = file
         self.urgent = False

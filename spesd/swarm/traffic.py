@@ -87,6 +87,8 @@ class Traffic:
     total: Count = field(default_factory=Count)
     peers: OrderedDict[str, Count] = field(default_factory=OrderedDict)
     recent: dict[str, Recent] = field(default_factory=dict)
+    heard: OrderedDict[tuple[str, str], float] = field(default_factory=OrderedDict)
+    """When the last byte of a protocol came from a peer, by `clock`."""
     clock: Callable[[], float] = time.monotonic
     up_limit: Limiter = field(default_factory=lambda: Limiter(time.monotonic))
     down_limit: Limiter = field(default_factory=lambda: Limiter(time.monotonic))
@@ -97,7 +99,14 @@ class Traffic:
 
     def down(self, peer: str, protocol: str, urgent: bool) -> StreamMeter:
         """The meter for bytes from `peer`."""
-        return StreamMeter(self.down_limit, peer, protocol, urgent, lambda size: self._add(peer, 0, size))
+        return StreamMeter(self.down_limit, peer, protocol, urgent, lambda size: self._received(peer, protocol, size))
+
+    def _received(self, peer: str, protocol: str, size: int) -> None:
+        self._add(peer, 0, size)
+        self.heard[peer, protocol] = self.clock()
+        self.heard.move_to_end((peer, protocol))
+        if len(self.heard) > MAX_PEERS:
+            self.heard.popitem(last=False)
 
     def _add(self, peer: str, up: int, down: int) -> None:
         self.total.add(up, down)
