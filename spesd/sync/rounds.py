@@ -64,7 +64,7 @@ class Rounds:
                 round_.committed(now, unit, chain.entries[-1].after)
         early, self._early = self._early, []
         for number, peer, unit, blob in early:
-            if number != roster.round or round_.contribution(now, peer, unit, blob) is not None:
+            if number != roster.round or self.contribution(now, number, peer, unit, blob) is not None:
                 self._pipeline.discard([blob])
 
     def contribution(self, now: float, number: int, sender: PeerId, unit: UnitId, blob: str) -> str | None:
