@@ -1,4 +1,4 @@
-"""The serving side of one stream: admission, deadlines, refusals. It knows nothing of libp2p."""
+"""The serving side of a stream: admission, deadlines, refusals. It knows nothing of libp2p."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import structlog
 
 from spesd.swarm.errors import Refused
+from spesd.swarm.kept_streams import MORE
 from spesd.swarm.traffic import Traffic
 from spesd.swarm.wire import Buffer, WireError, encode_header, read_header, read_payload, write_message
 
@@ -24,7 +25,7 @@ _POLITE_REFUSALS = 16
 _DISCARD_SECONDS = 5.0
 _DISCARD_BYTES = 64 << 20
 _HANG_UP_SECONDS = 5.0
-"""So long a caller may take to close the stream once it was answered."""
+"""So long a caller may take to say goodbye once it was answered."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,12 @@ class StreamLimits:
     least_rate: float = 16 << 10
     """Bytes per second below which a payload is too slow, after `idle_seconds` of grace."""
     handler_seconds: float = 600.0
+    waiting_seconds: float = 30.0
+    """So long a stream is kept open for another request."""
     streams: int = 256
     streams_per_peer: int = 64
+    waiting_streams: int = 128
+    waiting_per_peer: int = 32
     inbound_bytes: int = 2 << 30
     """Payload bytes that all open requests together may promise."""
 
@@ -68,19 +73,26 @@ class Admission:
 
     limits: StreamLimits
     open_streams: Counter[str] = field(default_factory=Counter)
+    waiting_streams: Counter[str] = field(default_factory=Counter)
     promised_bytes: int = 0
 
     @contextlib.contextmanager
     def stream(self, peer: str) -> Iterator[int]:
         """Yields by how many streams this peer, or all together, are beyond the limit; 0 or less admits the stream."""
         limits = self.limits
-        self.open_streams[peer] += 1
-        try:
+        with _one_more(self.open_streams, peer):
             yield max(self.open_streams[peer] - limits.streams_per_peer, self.open_streams.total() - limits.streams)
-        finally:
-            self.open_streams[peer] -= 1
-            if not self.open_streams[peer]:
-                del self.open_streams[peer]
+
+    def may_wait(self, peer: str) -> bool:
+        """Whether another stream of this peer may be kept open without a request."""
+        limits, waiting = self.limits, self.waiting_streams
+        return waiting[peer] < limits.waiting_per_peer and waiting.total() < limits.waiting_streams
+
+    @contextlib.contextmanager
+    def waiting(self, peer: str) -> Iterator[None]:
+        """Count a stream that is open without a request."""
+        with _one_more(self.waiting_streams, peer):
+            yield
 
     @contextlib.contextmanager
     def payload(self, size: int) -> Iterator[None]:
@@ -94,6 +106,17 @@ class Admission:
             self.promised_bytes -= size
 
 
+@contextlib.contextmanager
+def _one_more(count: Counter[str], peer: str) -> Iterator[None]:
+    count[peer] += 1
+    try:
+        yield
+    finally:
+        count[peer] -= 1
+        if not count[peer]:
+            del count[peer]
+
+
 @dataclass(frozen=True)
 class _Encoded:
     """An answer as it goes out."""
@@ -103,9 +126,9 @@ class _Encoded:
     urgent: bool = True
 
 
-@dataclass(frozen=True)
+@dataclass
 class Service:
-    """One protocol that this peer answers."""
+    """One protocol that this peer answers. A stream carries one request after the other; `handler` may change."""
 
     protocol: str
     handler: Handler
@@ -114,16 +137,12 @@ class Service:
     traffic: Traffic
 
     async def serve(self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer the one request of a stream from `peer`. Never raises, except when cancelled."""
+        """Answer the requests of a stream from `peer`, one after the other. Never raises, except when cancelled."""
         try:
-            with self.admission.stream(peer) as excess:
-                if excess <= 0:
-                    await self._answer(peer, reader, writer)
-                elif excess <= _POLITE_REFUSALS:
-                    await self._refuse(peer, reader, writer, Refused("busy", "too many requests at once; retry later"))
-                else:
-                    return
-                await _hung_up(reader)
+            while await self._serve_one(peer, reader, writer):
+                with self.admission.waiting(peer):
+                    if not await _asks_again(reader, self.admission.limits.waiting_seconds):
+                        break
         except WireError as error:
             log.warning("garbage from peer", peer=peer, protocol=self.protocol, reason=str(error))
         except TimeoutError:
@@ -135,29 +154,45 @@ class Service:
         finally:
             writer.close()
 
-    async def _answer(self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve_one(self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Answer one request. Returns whether the caller was told that another may follow."""
+        with self.admission.stream(peer) as excess:
+            if excess <= 0:
+                if await self._answer(peer, reader, writer):
+                    return True
+            elif excess <= _POLITE_REFUSALS:
+                await self._refuse(peer, writer, Refused("busy", "too many requests at once; retry later"))
+            else:
+                return False
+            # p2pd resets a stream that we close, which would overtake what the caller's p2pd has not read yet
+            await _asks_again(reader, _HANG_UP_SECONDS)
+            return False
+
+    async def _answer(self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Read a request and answer it. Returns whether the caller was told that another may follow."""
         limits, received = self.admission.limits, self.traffic.down(peer, self.protocol, True)
         async with asyncio.timeout(limits.header_seconds) as received.deadline:
             header = await read_header(reader, received)
         body, size, seconds = _parse_request(header)
+        again = self.admission.may_wait(peer)
         try:
             self._check_size(body, size)
             with self.admission.payload(size):
                 async with asyncio.timeout(limits.payload_seconds(size)) as received.deadline:
                     payload = await read_payload(reader, size, limits.idle_seconds, received)
                 size = 0
-                answer = await self._handle(peer, body, payload, min(seconds, limits.handler_seconds))
+                answer = await self._handle(peer, body, payload, min(seconds, limits.handler_seconds), again)
             await self._send(peer, writer, answer)
+            return again
         except Refused as refusal:
-            await self._refuse(peer, reader if size else None, writer, refusal)
+            await self._refuse(peer, writer, refusal, again and not size)
+            if size:
+                await _discard(reader)
+            return again and not size
 
-    async def _refuse(
-        self, peer: str, unread: asyncio.StreamReader | None, writer: asyncio.StreamWriter, refusal: Refused
-    ) -> None:
-        answer = {"ok": False, "code": refusal.code, "message": str(refusal), "fields": refusal.fields}
+    async def _refuse(self, peer: str, writer: asyncio.StreamWriter, refusal: Refused, again: bool = False) -> None:
+        answer = {"ok": False, "code": refusal.code, "message": str(refusal), "fields": refusal.fields, "again": again}
         await self._send(peer, writer, _Encoded(encode_header(answer)))
-        if unread:
-            await _discard(unread)
 
     def _check_size(self, body: dict[str, Any], size: int) -> None:
         try:
@@ -169,15 +204,14 @@ class Service:
                 "too-large", f"payload of {size} bytes, at most {limit} are accepted", {"size": size, "limit": limit}
             )
 
-    async def _handle(self, peer: str, body: dict[str, Any], payload: bytes, seconds: float) -> _Encoded:
+    async def _handle(self, peer: str, body: dict[str, Any], payload: bytes, seconds: float, again: bool) -> _Encoded:
         try:
             async with asyncio.timeout(seconds):
                 answer = await self.handler(peer, body, payload)
             reply = answer if isinstance(answer, Reply) else Reply(answer)
             size = memoryview(reply.payload).nbytes
-            return _Encoded(
-                encode_header({"ok": True, "body": reply.body, "payload": size}), reply.payload, reply.urgent
-            )
+            header = encode_header({"ok": True, "body": reply.body, "payload": size, "again": again})
+            return _Encoded(header, reply.payload, reply.urgent)
         except Refused:
             raise
         except TimeoutError:
@@ -212,9 +246,9 @@ async def _discard(reader: asyncio.StreamReader) -> None:
                 left -= len(frame)
 
 
-async def _hung_up(reader: asyncio.StreamReader) -> None:
-    """Wait until the caller has closed the stream. p2pd resets a stream that we close first, and a reset overtakes what
-    the caller's p2pd has not read yet: the answer would be lost."""
+async def _asks_again(reader: asyncio.StreamReader, seconds: float) -> bool:
+    """Whether the caller announces another request; False if it says goodbye, closes the stream, or is silent."""
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_HANG_UP_SECONDS):
-            await reader.read(1)
+        async with asyncio.timeout(seconds):
+            return await reader.read(1) == MORE
+    return False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -18,12 +17,14 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from spesd.swarm.errors import NetworkNotStarted, PeerMisbehaved, PeerRefused, PeerTimeout, PeerUnreachable
 from spesd.swarm.identity import Identity
-from spesd.swarm.lines import SMALL_BYTES, Lines
+from spesd.swarm.kept_streams import Stream
+from spesd.swarm.lines import Lines
+from spesd.swarm.outbound import Outbound, Request
 from spesd.swarm.p2pd import TransportConfig, launch, retire, with_fixed_ports
 from spesd.swarm.socket_files import remove_stale_sockets
 from spesd.swarm.streams import Admission, Handler, PayloadLimit, Reply, Service, StreamLimits
-from spesd.swarm.traffic import StreamMeter, Traffic
-from spesd.swarm.wire import Buffer, WireError, encode_header, harden_hivemind, read_header, read_payload, write_message
+from spesd.swarm.traffic import Traffic
+from spesd.swarm.wire import Buffer, WireError, encode_header, harden_hivemind
 
 log = structlog.get_logger(__name__)
 
@@ -67,7 +68,8 @@ class Transport:
         self._services: dict[str, Service] = {}
         self._registered: set[str] = set()
         self._streams: set[asyncio.Task[None]] = set()
-        self._outbound: WeakValueDictionary[tuple[str, str], asyncio.Semaphore] = WeakValueDictionary()
+        self._outbound = Outbound(self.traffic, self.lines, limits.idle_seconds)
+        self._permits: WeakValueDictionary[tuple[str, str], asyncio.Semaphore] = WeakValueDictionary()
         self._on_restart: list[RestartCallback] = []
         self._watcher: asyncio.Task[None] | None = None
 
@@ -94,6 +96,7 @@ class Transport:
         if self._watcher:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
+        await self._outbound.close()
         for stream in self._streams:
             stream.cancel()
         await asyncio.gather(*self._streams, return_exceptions=True)
@@ -197,6 +200,9 @@ class Transport:
 
     async def serve(self, protocol: str, handler: Handler, *, max_payload: PayloadLimit = 0) -> None:
         """Answer requests of `protocol` with `handler`, also after p2pd was restarted. Again replaces the handler."""
+        if (service := self._services.get(protocol)) is not None:
+            service.handler, service.max_payload = handler, max_payload  # open streams follow
+            return
         self._services[protocol] = Service(protocol, handler, max_payload, self._admission, self.traffic)
         if self._ready.is_set():  # else the launch under way registers it
             await self._register_all()
@@ -214,7 +220,8 @@ class Transport:
     ) -> Reply:
         """Send one request and return its answer, whose payload is at most `max_reply` bytes.
 
-        Under a cap, what is `urgent` goes first; the wait for it is part of `timeout`.
+        Under a cap, what is `urgent` goes first; the wait for it is part of `timeout`. Where a connection breaks, the
+        request may reach the peer twice.
 
         Raises PeerUnreachable, PeerTimeout, PeerRefused and PeerMisbehaved, each naming the peer; ValueError or
         TypeError when the body cannot be sent.
@@ -223,22 +230,14 @@ class Transport:
             target = _peer_id(peer_id)
         except ValueError as error:
             raise PeerUnreachable(peer_id, str(error)) from None
-        permits = self._outbound.setdefault((peer_id, protocol), asyncio.Semaphore(_OUTBOUND_PER_PROTOCOL))
+        permits = self._permits.setdefault((peer_id, protocol), asyncio.Semaphore(_OUTBOUND_PER_PROTOCOL))
         size = memoryview(payload).nbytes
         header = encode_header({"body": body, "payload": size, "timeout": float(timeout)})
+        request = Request(peer_id, protocol, header, payload, max_reply, urgent)
         try:
             async with asyncio.timeout(timeout), permits:
                 await self._ready.wait()
-                _, reader, writer = await self.p2p.call_binary_stream_handler(target, protocol)
-                with contextlib.closing(writer):
-                    up = self.traffic.up(peer_id, protocol, urgent)
-                    sending = asyncio.create_task(self._send(writer, header, payload, up))
-                    try:  # a refusal may come before all is sent, so read at the same time
-                        down = self.traffic.down(peer_id, protocol, urgent)
-                        return await self._receive(reader, down, max_reply, small=len(header) + size <= SMALL_BYTES)
-                    finally:
-                        sending.cancel()
-                        await asyncio.gather(sending, return_exceptions=True)
+                return await self._outbound.ask(request, partial(self._new_stream, target, protocol))
         except TimeoutError as error:
             reason = str(error) or f"no answer within {timeout:.1f} s"
             raise PeerTimeout(peer_id, f"peer {peer_id} is too slow for {protocol}: {reason}") from None
@@ -249,19 +248,9 @@ class Transport:
                 raise PeerRefused(peer_id, "no-protocol", f"it does not serve {protocol}") from None
             raise PeerUnreachable(peer_id, f"peer {peer_id} unreachable for {protocol}: {_brief(error)}") from None
 
-    async def _receive(self, reader: asyncio.StreamReader, received: StreamMeter, max_reply: int, small: bool) -> Reply:
-        asked = time.monotonic()
-        answer = await read_header(reader, received)
-        if small:
-            self.lines.answered(received.peer, time.monotonic() - asked)
-        body, size = _parse_reply(received.peer, answer, max_reply)
-        return Reply(body, await read_payload(reader, size, self._admission.limits.idle_seconds, received))
-
-    async def _send(self, writer: asyncio.StreamWriter, header: bytes, payload: Buffer, sent: StreamMeter) -> None:
-        try:
-            await write_message(writer, header, payload, self._admission.limits.idle_seconds, sent)
-        except (TimeoutError, OSError):
-            writer.close()  # wakes the reader of the answer, which says what happened
+    async def _new_stream(self, target: PeerID, protocol: str) -> Stream:
+        _, reader, writer = await self.p2p.call_binary_stream_handler(target, protocol)
+        return Stream(reader, writer)
 
     async def _launch(self) -> None:
         self._p2p = p2p = await launch(self._config, self._host_maddrs)
@@ -300,6 +289,7 @@ class Transport:
             code = await self.p2p._child.wait()
             log.warning("p2pd ended, restarting it", exit_code=code, peer=self.peer_id)
             self._ready.clear()
+            await self._outbound.close()
             await retire(self.p2p)
             await self._relaunch()
             self.restarts += 1
@@ -329,17 +319,6 @@ def _peer_id(text: str) -> PeerID:
         if (peer_id.to_bytes()[:2], len(peer_id.to_bytes())) in ((b"\x12\x20", 34), (b"\x00\x24", 38)):
             return peer_id
     raise ValueError(f"{text!r} is not a peer id")
-
-
-def _parse_reply(peer: str, answer: dict[str, Any], max_reply: int) -> tuple[dict[str, Any], int]:
-    match answer:
-        case {"ok": True, "body": dict() as body, "payload": int() as size} if size >= 0:
-            if size > max_reply:
-                raise WireError(f"answer of {size} bytes, at most {max_reply} were asked for")
-            return body, size
-        case {"ok": False, "code": str() as code, "message": str() as message, "fields": dict() as fields}:
-            raise PeerRefused(peer, code[:64], message[:1024], fields)
-    raise WireError("answer header has an unknown shape")
 
 
 def _brief(error: BaseException) -> str:

@@ -20,8 +20,10 @@ async def start_transport(tmp_path: Path) -> AsyncIterator[StartTransport]:
     started: list[Transport] = []
     sockets: list[str] = []
 
-    async def start(limits: StreamLimits | None = None, *, connect: bool = True) -> Transport:
-        config = TransportConfig(tmp_path / f"peer-{len(started)}.key", nat_port_map=False)
+    async def start(
+        limits: StreamLimits | None = None, *, connect: bool = True, listen: str = "/ip4/127.0.0.1/tcp/0"
+    ) -> Transport:
+        config = TransportConfig(tmp_path / f"peer-{len(started)}.key", host_maddrs=(listen,), nat_port_map=False)
         transport = await Transport.start(config, limits)
         started.append(transport)
         sockets.extend((*socket_files(transport.p2p), str(config.sockets_path)))
