@@ -9,7 +9,7 @@ from spesd.sync.ledger import PeerId
 SHORTEST, LONGEST = 5.0, 60.0
 """Seconds between two dials of those who are absent."""
 
-SHARE = 0.25
+SHARE = 0.1
 """The pause grows to this share of the time since a peer was last lost: a short split is over soon after it heals."""
 
 

@@ -198,7 +198,7 @@ class SyncPeer:
             self.pipeline.discard([entry.packet] if entry is not None else [])
             return
         for peer, reason in refused.items():
-            if peer != self.context.me and peer not in effect.belated:  # those may have been dropped meanwhile
+            if peer != self.context.me:
                 self.context.strike(peer, f"contribution to {effect.unit} in round {effect.round}: {reason}")
         round_.reduced(effect.unit, entry)
         if entry is not None and entry.before == self.ledger[entry.unit].head and self.pipeline.commit_own(entry):

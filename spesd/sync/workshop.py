@@ -44,6 +44,10 @@ class Rejected(ValueError):
     """A packet or state that does not verify; nothing was changed."""
 
 
+class NotHere(Rejected):
+    """A blob that is needed is not here."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reduced:
     """A packet and its entry (None if nothing passed the checks), and why contributions were refused."""
@@ -116,8 +120,9 @@ class Workshop:
             try:
                 accepted.append((self._read_contribution(effect, contributor), contributor.weight))
                 names.append(contributor)
-            except (KeyError, ValueError) as error:
-                refused[contributor.peer] = str(error)
+            except ValueError as error:
+                if not (isinstance(error, NotHere) and contributor.peer in effect.belated):  # those may be dropped
+                    refused[contributor.peer] = str(error)
         if not accepted:
             return Reduced(None, refused)
         entry = self._packet(effect, self._change(effect, accepted), tuple(names))
@@ -305,7 +310,7 @@ class Workshop:
         try:
             return self._blobs.get(blob)
         except KeyError:
-            raise Rejected(f"blob {blob[:12]} is not here") from None
+            raise NotHere(f"blob {blob[:12]} is not here") from None
 
     def _header(
         self,

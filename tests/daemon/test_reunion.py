@@ -18,7 +18,7 @@ def test_peers_just_lost_are_looked_for_often_and_those_long_gone_now_and_then()
     reunion.dialled(9001.0)
     assert reunion.seconds_left(9002.0) == SHORTEST - 1
     reunion.dialled(9061.0)
-    assert reunion.seconds_left(9061.0) == pytest.approx(15.0), "a split of a minute is found to be over within seconds"
+    assert reunion.seconds_left(9061.0) == pytest.approx(6.0), "a split of a minute is found to be over within seconds"
     reunion.saw(9900.0, ["me", "a", "b"])
     reunion.dialled(9900.0)
     assert reunion.seconds_left(9900.0) == LONGEST, "who has come back is not looked for"

@@ -8,6 +8,7 @@ from sync_harness import chain_of, digest, entry, genesis, head, links, make_wor
 from spesd.sync.belated import Belated
 from spesd.sync.effects import Encode, Origin, Reduce
 from spesd.sync.ledger import Contributor, Ledger
+from spesd.sync.toys import MemoryBlobs
 
 UNIT = "expert-0"
 AGE = 4
@@ -71,3 +72,19 @@ def test_a_packet_takes_it_only_as_made_for_the_round_it_was_made_for() -> None:
         refused = shop.reduce(Reduce(3, digest("roster"), UNIT, base, rows, belated=belated))
         assert refused.entry is None and "another round, roster or base" in refused.refused["b"]
     assert not np.any(shop.agreed[UNIT])
+
+
+def test_one_that_is_gone_is_nobodys_fault_and_one_that_is_malformed_is_its_senders() -> None:
+    blobs = MemoryBlobs()
+    shop, base, roster = make_workshop(blobs), genesis(UNIT), digest("roster")
+    good = shop.encode(Encode(2, roster, UNIT, base), vector(1, 2, 3, 4))
+    assert good is not None
+    rows = tuple(Contributor(peer, 10, blob) for peer, blob in (("a", good), ("b", digest("gone")), ("c", blobs.put(b"-"))))
+        Contributor("a", 10, good),
+        Contributor("b", 10, digest("gone")),
+        Contributor("c", 10, blobs.put(b"garbage")),
+    )
+    origin = Origin(1, digest("old roster"), base)
+    made = shop.reduce(Reduce(2, roster, UNIT, base, rows, belated={"b": origin, "c": origin}))
+    assert made.entry is not None and [c.peer for c in made.entry.contributors] == ["a"]
+    assert made.refused.keys() == {"c"}
