@@ -28,7 +28,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    setting = Setting(rounds=options.rounds, refresh_every=options.refresh_every, transport=options.transport)
+    setting = Setting(
+        rounds=options.rounds,
+        refresh_every=options.refresh_every,
+        transport=options.transport,
+        up_mbit=options.up_mbit,
+    )
     results: dict[str, Measurement] = {}
     with Interruptible() as signals, Rig(_links(setting)) as rig:
         for method in options.methods:
@@ -54,8 +59,8 @@ def _title(setting: Setting) -> str:
     sizes, link = setting.sizes, setting.link
     return (
         f"{sizes.shared / 1e6:.1f} M values shared, {sizes.experts / 1e6:.1f} M in experts, {sizes.peers} peers at "
-        f"{link.up:g}/{link.down:g} Mbit/s, {link.rtt:g} ms, {link.loss:.1%} loss, {setting.transport}; "
-        "means per peer and round"
+        f"{link.up:g}/{link.down:g} Mbit/s, {link.rtt:g} ms, {link.loss:.1%} loss, {setting.transport}"
+        f"{f', capped at {setting.up_mbit:g} up' if setting.up_mbit else ''}; means per peer and round"
     )
 
 
@@ -64,7 +69,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("methods", nargs="*", metavar="METHOD", help=f"of {', '.join(METHODS)} (default: all)")
     parser.add_argument("--rounds", type=int, default=Setting().rounds, help="rounds measured of each method")
     parser.add_argument("--refresh-every", type=int, default=1, help="rounds in which a foreign expert is fetched once")
-    parser.add_argument("--transport", choices=TRANSPORTS, default=Setting().transport, help="of spesd (default tcp)")
+    parser.add_argument("--transport", choices=TRANSPORTS, default=Setting().transport, help="of spesd (default both)")
+    parser.add_argument("--up-mbit", type=float, help="cap of each peer of spesd on what it sends")
     options = parser.parse_args(argv)
     options.methods = options.methods or list(METHODS)
     if unknown := [method for method in options.methods if method not in METHODS]:

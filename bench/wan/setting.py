@@ -44,7 +44,9 @@ class Setting(NamedTuple):
     rounds: int = 2
     local_seconds: float = 20.0
     refresh_every: int = 1
-    transport: str = "tcp"
+    transport: str = "both"
+    up_mbit: float | None = None
+    """Cap of each peer on what it sends."""
 
     @property
     def server_link(self) -> Link:

@@ -69,6 +69,7 @@ def _join(fleet: Fleet, rig: Rig, setting: Setting, draft: Path) -> None:
             train_experts=setting.model["experts"] // PEERS,
             threads=1,
             device="cpu",
+            up_mbit=setting.up_mbit,
             max_tokens_per_second=STEPS_PER_SECOND * SEQUENCE_LENGTH,
         )
         if node == 1:

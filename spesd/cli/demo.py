@@ -28,6 +28,7 @@ from spesd.config.errors import ExitCode, ExpectedError
 from spesd.config.files import load_draft
 from spesd.config.peer import PeerConfig
 
+LISTEN = ("/ip4/127.0.0.1/udp/0/quic-v1", "/ip4/127.0.0.1/tcp/0")
 READY_SECONDS = 120.0
 SETTLE_SECONDS = 20.0
 """At the end, how long peers get to show a version of each unit that another one has too."""
@@ -98,7 +99,7 @@ def report(tracks: Sequence[Track]) -> int:
 
 
 def _train(fleet: Fleet, manifest: Path, peers: int, train_experts: int, seconds: float) -> list[Track]:
-    local = {"listen": ("/ip4/127.0.0.1/tcp/0",), "train_experts": train_experts, "threads": 1}
+    local = {"listen": LISTEN, "train_experts": train_experts, "threads": 1}
     talk(f"starting the bootstrap peer; logs are in {fleet.folder}/peer-*/daemon.log until the end")
     founder = fleet.spawn(manifest=manifest, **local)
     addresses = founder.wait_ready(READY_SECONDS, fleet.signals.pause).addresses

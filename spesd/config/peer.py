@@ -51,7 +51,9 @@ class PeerConfig(BaseModel):
     manifest: Path | None = Field(default=None, description="draft of a new run; the first peer founds the run with it")
     join: tuple[PeerAddress, ...] = Field(default=(), description="addresses of peers of a running swarm")
     listen: tuple[Endpoint, ...] = Field(
-        default=("/ip4/0.0.0.0/tcp/0",), min_length=1, description="multiaddrs to listen on; port 0 means any"
+        default=("/ip4/0.0.0.0/udp/0/quic-v1", "/ip4/0.0.0.0/tcp/0"),
+        min_length=1,
+        description="multiaddrs to listen on; port 0 means any",
     )
     announce: tuple[Endpoint, ...] = Field(default=(), description="multiaddrs told to others, if not those found")
     nat_port_map: bool = Field(default=True, description="ask the router to forward the port (UPnP, NAT-PMP)")

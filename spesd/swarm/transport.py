@@ -134,9 +134,9 @@ class Transport:
                 self._p2p._child.kill()
 
     def addresses(self) -> list[str]:
-        """Full multiaddrs under which others reach us, as of the last start or :meth:`refresh`."""
+        """Full multiaddrs under which others reach us, QUIC first, as of the last start or :meth:`refresh`."""
         outside = [address for address in self._visible if not address.startswith(("/ip4/127.", "/ip6/::1/"))]
-        return outside or list(self._visible)
+        return sorted(outside or self._visible, key=lambda address: "/quic" not in address)
 
     async def refresh(self) -> None:
         """Ask p2pd for our addresses and connections anew: NAT traversal may have found more. While down they stay."""

@@ -52,7 +52,7 @@ def test_the_file_can_be_named_by_the_environment_or_lie_in_its_usual_place(tmp_
 
 def test_defaults():
     config = load()
-    assert config.listen == ("/ip4/0.0.0.0/tcp/0",)
+    assert config.listen == ("/ip4/0.0.0.0/udp/0/quic-v1", "/ip4/0.0.0.0/tcp/0")
     assert config.threads == peer.physical_cores() >= 1
     assert config.train_experts is None
     assert config.memory_gib is None

@@ -19,6 +19,7 @@ import psutil
 from spesd.api.headline import headline
 from spesd.api.schema import Phase, State, Status
 from spesd.api.socket_path import FOLDER, SOCKET, remove_socket
+from spesd.cli.demo import LISTEN
 from spesd.cli.demo_report import Track, disagreements
 from spesd.cli.launch import Daemon, command, session_members
 from spesd.config.peer import PeerConfig
@@ -206,7 +207,7 @@ class Swarm:
     def add(self, name: str, **settings: Any) -> Peer:
         """A peer with its own state dir, not started yet. `settings` are fields of PeerConfig."""
         local = {
-            "listen": ("/ip4/127.0.0.1/tcp/0",),
+            "listen": LISTEN,
             "train_experts": TRAIN_EXPERTS,
             "threads": 1,
             "max_tokens_per_second": 640,

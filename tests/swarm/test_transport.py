@@ -76,6 +76,14 @@ async def test_addresses_can_be_pasted(start_transport: StartTransport) -> None:
     assert address.startswith("/ip4/127.0.0.1/tcp/") and address.endswith(f"/p2p/{server.peer_id}")
 
 
+async def test_the_first_address_is_that_of_the_best_transport(tmp_path: Path) -> None:
+    listen = ("/ip4/127.0.0.1/tcp/0", "/ip4/127.0.0.1/udp/0/quic-v1")
+    transport = await Transport.start(TransportConfig(tmp_path / "key", host_maddrs=listen, nat_port_map=False))
+    addresses = transport.addresses()
+    await transport.stop()
+    assert ["/quic-v1/" in address for address in addresses] == [True, False]
+
+
 async def test_a_refusal_reaches_the_caller_with_its_fields(start_transport: StartTransport) -> None:
     server, client = await start_transport(), await start_transport()
 

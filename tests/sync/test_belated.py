@@ -79,7 +79,7 @@ def test_one_that_is_gone_is_nobodys_fault_and_one_that_is_malformed_is_its_send
     shop, base, roster = make_workshop(blobs), genesis(UNIT), digest("roster")
     good = shop.encode(Encode(2, roster, UNIT, base), vector(1, 2, 3, 4))
     assert good is not None
-    rows = tuple(Contributor(peer, 10, blob) for peer, blob in (("a", good), ("b", digest("gone")), ("c", blobs.put(b"-"))))
+    rows = (
         Contributor("a", 10, good),
         Contributor("b", 10, digest("gone")),
         Contributor("c", 10, blobs.put(b"garbage")),
