@@ -89,10 +89,11 @@ class Admission:
         return waiting[peer] < limits.waiting_per_peer and waiting.total() < limits.waiting_streams
 
     @contextlib.contextmanager
-    def waiting(self, peer: str) -> Iterator[None]:
-        """Count a stream that is open without a request."""
+    def waiting(self, peer: str) -> Iterator[float]:
+        """Count a stream that is open without a request. Yields how long it may be: not long if there are too many."""
+        seconds = self.limits.waiting_seconds if self.may_wait(peer) else _HANG_UP_SECONDS
         with _one_more(self.waiting_streams, peer):
-            yield
+            yield seconds
 
     @contextlib.contextmanager
     def payload(self, size: int) -> Iterator[None]:
@@ -140,8 +141,8 @@ class Service:
         """Answer the requests of a stream from `peer`, one after the other. Never raises, except when cancelled."""
         try:
             while await self._serve_one(peer, reader, writer):
-                with self.admission.waiting(peer):
-                    if not await _asks_again(reader, self.admission.limits.waiting_seconds):
+                with self.admission.waiting(peer) as seconds:
+                    if not await _asks_again(reader, seconds):
                         break
         except WireError as error:
             log.warning("garbage from peer", peer=peer, protocol=self.protocol, reason=str(error))
