@@ -77,6 +77,7 @@ class Setting(NamedTuple):
         """A run of this model: every expert has its own matrices, and nothing is merged, as in the baseline."""
         sync: dict[str, Any] = {
             "codec": codec,
+            "dense_codec": "int4",  # of topk's refreshes
             "shared_shards": 2 * PEERS,
             "local_steps": round(self.local_seconds * STEPS_PER_SECOND),
             "min_round_seconds": 0.0,  # rounds are told apart by local steps, as in the baseline
