@@ -12,7 +12,7 @@ from spesd.config.manifest import MAX_MANIFEST_BYTES, Hash
 from spesd.swarm.errors import PeerMisbehaved
 from spesd.swarm.transport import HELLO_PROTOCOL, Transport
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_CLOCK_SKEW_SECONDS = 3.0
 """hivemind's DHT refuses peers whose clocks differ by more."""
 

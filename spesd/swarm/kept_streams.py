@@ -17,8 +17,11 @@ KEPT_SECONDS = 20.0
 
 KEPT_STREAMS = 128
 
-MORE, GOODBYE = b"\x01", b"\x00"
-"""What the caller sends after an answer: another request follows, or close the stream."""
+MORE, GOODBYE, RECEIVED = b"\x01", b"\x00", b"\x02"
+"""What the caller sends after an answer: another request follows; close the stream; the payload is here."""
+
+RECEIPT_BYTES = 4096
+"""Payloads of answers above this are receipted, so that who sends them knows what is still on its way."""
 
 _FAREWELL_SECONDS = 5.0
 

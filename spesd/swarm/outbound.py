@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from spesd.swarm.errors import PeerRefused
-from spesd.swarm.kept_streams import MORE, KeptStreams, Key, Stream
+from spesd.swarm.kept_streams import MORE, RECEIPT_BYTES, RECEIVED, KeptStreams, Key, Stream
 from spesd.swarm.lines import SMALL_BYTES, Lines
 from spesd.swarm.streams import Reply
 from spesd.swarm.traffic import Traffic
@@ -63,12 +63,13 @@ class Outbound:
         Raises PeerRefused, WireError, TimeoutError, EOFError, OSError, and what `new_stream` does.
         """
         stream = self._kept.take(request.key)
-        if stream is not None:
-            try:
-                return await self._ask_on(stream, request, MORE)
-            except _Stale:
-                pass
-        return await self._ask_on(await new_stream(), request, b"")
+        async with self._traffic.sending(request.peer, memoryview(request.payload).nbytes, request.urgent):
+            if stream is not None:
+                try:
+                    return await self._ask_on(stream, request, MORE)
+                except _Stale:
+                    pass
+            return await self._ask_on(await new_stream(), request, b"")
 
     async def close(self) -> None:
         """Close the streams that wait for another request."""
@@ -83,6 +84,8 @@ class Outbound:
             if answer.again or answer.refusal is None:
                 await sending  # the other end has read it all, but our task may not have heard of that yet
             answered = sending.done()
+            if memoryview(answer.reply.payload).nbytes > RECEIPT_BYTES:
+                stream.writer.write(RECEIVED)
         finally:
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)

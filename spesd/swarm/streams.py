@@ -13,7 +13,7 @@ from typing import Any
 import structlog
 
 from spesd.swarm.errors import Refused
-from spesd.swarm.kept_streams import MORE
+from spesd.swarm.kept_streams import MORE, RECEIPT_BYTES, RECEIVED
 from spesd.swarm.traffic import Traffic
 from spesd.swarm.wire import Buffer, WireError, encode_header, read_header, read_payload, write_message
 
@@ -183,7 +183,7 @@ class Service:
                     payload = await read_payload(reader, size, limits.idle_seconds, received)
                 size = 0
                 answer = await self._handle(peer, body, payload, min(seconds, limits.handler_seconds), again)
-            await self._send(peer, writer, answer)
+            await self._send(peer, reader, writer, answer, seconds)
             return again
         except Refused as refusal:
             await self._refuse(peer, writer, refusal, again and not size)
@@ -193,7 +193,7 @@ class Service:
 
     async def _refuse(self, peer: str, writer: asyncio.StreamWriter, refusal: Refused, again: bool = False) -> None:
         answer = {"ok": False, "code": refusal.code, "message": str(refusal), "fields": refusal.fields, "again": again}
-        await self._send(peer, writer, _Encoded(encode_header(answer)))
+        await self._write(peer, writer, _Encoded(encode_header(answer)))
 
     def _check_size(self, body: dict[str, Any], size: int) -> None:
         try:
@@ -221,7 +221,20 @@ class Service:
             log.exception("handler failed", peer=peer, protocol=self.protocol)
             raise Refused("internal", "the request failed here; see this peer's log") from None
 
-    async def _send(self, peer: str, writer: asyncio.StreamWriter, answer: _Encoded) -> None:
+    async def _send(
+        self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answer: _Encoded, seconds: float
+    ) -> None:
+        """Send an answer, if its turn comes within `seconds`; if it is not small, wait until it is there."""
+        size = memoryview(answer.payload).nbytes
+        async with asyncio.timeout(seconds) as turn, self.traffic.sending(peer, size, answer.urgent):
+            turn.reschedule(None)
+            await self._write(peer, writer, answer)
+            if size > RECEIPT_BYTES:
+                async with asyncio.timeout(self.admission.limits.payload_seconds(size)):
+                    if await reader.readexactly(1) != RECEIVED:
+                        raise WireError("no receipt for an answer's payload")
+
+    async def _write(self, peer: str, writer: asyncio.StreamWriter, answer: _Encoded) -> None:
         limits, sent = self.admission.limits, self.traffic.up(peer, self.protocol, answer.urgent)
         size = memoryview(answer.payload).nbytes
         with sent.limiter.promise(size):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import date
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from spesd.swarm.kept_streams import RECEIPT_BYTES
 from spesd.swarm.rate import Limiter
+from spesd.swarm.window import Windows
 
 MAX_PEERS = 1024
 """Peer ids cost nothing to make, so the table of peers is bounded; the totals count everybody."""
@@ -87,6 +90,9 @@ class Traffic:
     total: Count = field(default_factory=Count)
     peers: OrderedDict[str, Count] = field(default_factory=OrderedDict)
     recent: dict[str, Recent] = field(default_factory=dict)
+    on_the_way: Counter[str] = field(default_factory=Counter)
+    """By peer, payload bytes that wait, are being sent, or of which the other end has not said yet that they came."""
+    windows: Windows = field(default_factory=lambda: Windows(time.monotonic))
     heard: OrderedDict[tuple[str, str], float] = field(default_factory=OrderedDict)
     """When the last byte of a protocol came from a peer, by `clock`."""
     clock: Callable[[], float] = time.monotonic
@@ -117,6 +123,28 @@ class Traffic:
         if len(self.peers) > MAX_PEERS:
             oldest, _ = self.peers.popitem(last=False)
             del self.recent[oldest]
+
+    @asynccontextmanager
+    async def sending(self, peer: str, size: int, urgent: bool) -> AsyncIterator[None]:
+        """Wait until `size` payload bytes may go to `peer`, and count them as on their way to the end of the block.
+
+        The block ends when they have come. Few bytes need not wait.
+        """
+        self.on_the_way[peer] += size
+        try:
+            if size > RECEIPT_BYTES:
+                async with self.windows.turn(peer, size, urgent):
+                    yield
+            else:
+                yield
+        finally:
+            self.on_the_way[peer] -= size
+            if not self.on_the_way[peer]:
+                del self.on_the_way[peer]
+
+    def heard_since(self, peer: str, moment: float) -> bool:
+        """Whether a byte of any protocol has come from `peer` since that moment of `clock`."""
+        return any(at >= moment for (sender, _), at in self.heard.items() if sender == peer)
 
     def per_second(self, peer: str) -> tuple[float, float]:
         """Bytes a second that lately went to `peer` and came from it."""
