@@ -76,6 +76,7 @@ class UnitOutcome(Answer):
     result: UnitResult
     detail: str = Field(default="", description="why the unit is unchanged, for people")
     missing: tuple[str, ...] = Field(default=(), description="peer ids")
+    seconds: float = Field(default=0.0, ge=0, description="from the start of the round here")
 
 
 class Waiting(Answer):
@@ -256,7 +257,8 @@ class RoundRecord(Answer):
     coordinator: str = ""
     members: tuple[str, ...] = ()
     results: dict[str, UnitOutcome] = Field(default_factory=dict)
-    seconds: float = 0.0
+    own_seconds: float = Field(default=0.0, ge=0, description="until the units that this peer trains had ended")
+    seconds: float = Field(default=0.0, ge=0, description="until all had")
 
 
 class Rounds(Answer):

@@ -11,7 +11,7 @@ from spesd.cli.options import ConfigFile, Json, StateDir, Timeout, client_for
 
 
 def rounds(state_dir: StateDir = None, config: ConfigFile = None, json: Json = False, timeout: Timeout = 5.0) -> None:
-    """List the last rounds, oldest first."""
+    """List the last rounds, oldest first: seconds until the units that this peer trains had ended, and all others."""
     answer = client_for(state_dir, config, timeout).rounds()
     if json:
         print_json(answer)
@@ -19,13 +19,21 @@ def rounds(state_dir: StateDir = None, config: ConfigFile = None, json: Json = F
     from rich.table import Table
 
     table = Table(
-        "round", "members", "seconds", *(result.value for result in UnitResult), "coordinator", "notes", box=None
+        "round",
+        "members",
+        "own, s",
+        "all, s",
+        *(result.value for result in UnitResult),
+        "coordinator",
+        "notes",
+        box=None,
     )
     for record in answer.rounds:
         counts = Counter(outcome.result for outcome in record.results.values())
         table.add_row(
             str(record.number),
             str(len(record.members)),
+            f"{record.own_seconds:.1f}",
             f"{record.seconds:.1f}",
             *(str(counts[result]) for result in UnitResult),
             short(record.coordinator),

@@ -190,7 +190,7 @@ class Conductor:
     async def _send(self, effect: fx.Send) -> None:
         kind = type(effect.message).__name__
         payload = pack(effect.message.model_dump())
-        seconds = self.peer.context.settings.coordinator_seconds
+        seconds, asked = self.peer.context.settings.coordinator_seconds, self._transport.traffic.clock()
         try:
             await self._transport.request(
                 effect.to,
@@ -204,6 +204,8 @@ class Conductor:
             log.info("message refused", to=effect.to, kind=kind, reason=str(error))
         except TransportError as error:
             log.info("message not delivered", to=effect.to, kind=kind, reason=str(error))
+            if isinstance(error, PeerTimeout) and self._transport.traffic.heard_since(effect.to, asked):
+                return  # its line is full, or ours
             self.tell(lambda now: self.peer.on_unreachable(now, effect.to))
 
     async def _send_contribution(self, effect: fx.SendContribution) -> None:

@@ -152,7 +152,12 @@ def _round(number: int, phase: Phase, results: Mapping[UnitId, UnitReport], wait
 def outcomes(results: Mapping[UnitId, UnitReport]) -> dict[str, UnitOutcome]:
     """Unit reports as the API names them."""
     return {
-        unit: UnitOutcome(result=UnitResult(report.outcome), detail=report.why, missing=report.missing)
+        unit: UnitOutcome(
+            result=UnitResult(report.outcome),
+            detail=report.why,
+            missing=report.missing,
+            seconds=round(report.seconds, 3),
+        )
         for unit, report in results.items()
     }
 
@@ -164,6 +169,7 @@ def round_record(ended: RoundEnded) -> RoundRecord:
         coordinator=ended.coordinator,
         members=ended.members,
         results=outcomes(ended.units),
+        own_seconds=round(ended.own_ended - ended.started, 3),
         seconds=round(ended.ended - ended.started, 3),
     )
 

@@ -10,6 +10,7 @@ from typing import Protocol
 from spesd.config.manifest import SyncConfig
 from spesd.sync.belated import MAX_AGE, Belated
 from spesd.sync.effects import Effect, Send, Strike
+from spesd.sync.lateness import Lateness
 from spesd.sync.ledger import Head, Ledger, PeerId, UnitId, is_better
 from spesd.sync.messages import MAX_ROUND_WEIGHT, Message
 from spesd.sync.patience import FLOOR, PACKET_FLOOR, Patience
@@ -42,7 +43,7 @@ class Context:
     """Shared by coordinator, rounds and catch-up of one peer. `sizes` are the values of each unit, in layout order.
 
     `late` are peers whose contribution or packet missed a deadline, `silent` those that did not answer a call in time:
-    they are not waited for again until they have been in time. `slow` are those that the last roster calls late: what
+    they are not waited for until they have been in time again. `slow` are those that the last roster calls late: what
     all its members know alike, so that none of these is asked to coordinate. `members` are those of that roster.
     """
 
@@ -56,7 +57,7 @@ class Context:
     owned: frozenset[UnitId] = frozenset()
     live: set[PeerId] = field(default_factory=set)
     newest_round: int = 0
-    late: set[PeerId] = field(default_factory=set)
+    late: Lateness = field(default_factory=Lateness)
     silent: set[PeerId] = field(default_factory=set)
     slow: frozenset[PeerId] = frozenset()
     members: frozenset[PeerId] = frozenset()
@@ -64,6 +65,7 @@ class Context:
     contributing: Patience = field(init=False)
     stage: Patience = field(init=False)
     committing: Patience = field(init=False)
+    fetching: Patience = field(init=False)
     belated: Belated = field(init=False)
     effects: list[Effect] = field(default_factory=list)
 
@@ -77,6 +79,7 @@ class Context:
         self.stage = Patience(stage, least_stage)
         self.belated = Belated(self.ledger, MAX_AGE * settings.stagger)
         self.committing = Patience(MAX_STAGES * stage, least_stage)
+        self.fetching = Patience(packet, FLOOR * packet)
 
     def emit(self, effect: Effect) -> None:
         self.effects.append(effect)
@@ -97,9 +100,13 @@ class Context:
         near = head.version <= self.newest_round + MAX_ROUND_JUMP
         return near and head.weight <= head.version * MAX_ROUND_WEIGHT
 
+    def trains(self, unit: UnitId) -> bool:
+        """Whether this peer trains `unit`: the shared ones, and its own experts."""
+        return not unit.startswith("expert") or unit in self.owned
+
     def is_lazy(self, unit: UnitId) -> bool:
         """Whether we follow `unit` by its refreshes only: an expert that others train."""
-        return self.settings.refresh_every > 1 and unit.startswith("expert") and unit not in self.owned
+        return self.settings.refresh_every > 1 and not self.trains(unit)
 
     def is_refresh(self, unit: UnitId, before: int, after: int) -> bool:
         """Whether the packet from version `before` to `after` is a refresh: the first in a span of `refresh_every`."""

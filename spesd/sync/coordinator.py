@@ -132,12 +132,13 @@ class Coordinator:
         return signed
 
     def _too_few(self, now: float, gathering: Gathering) -> bool:
-        """Whether to call again, as most of the last round's members are still at work in it: two halves would fork.
+        """Whether to call again, as half of the last round's members are still at work in it: two halves would fork.
 
-        For a while only: they may be there, but not train any more.
+        Slow ones are not counted. For a while only: they may be there, but not train any more.
         """
         context = self._context
-        if 2 * len(gathering.joins) >= len(context.members & (context.live | {context.me})):
+        awaited = (context.members - context.slow) & (context.live | {context.me})
+        if not awaited or 2 * len(awaited & gathering.joins.keys()) > len(awaited):
             self._thin_since = None
             return False
         self._thin_since = now if self._thin_since is None else self._thin_since

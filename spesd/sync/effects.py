@@ -135,22 +135,27 @@ class Strike:
 
 @dataclass(frozen=True, slots=True)
 class UnitReport:
-    """How one unit ended: who is `missing` from a partial packet, and `why` it is unchanged or partial."""
+    """How one unit ended: who is `missing` from a partial packet, and `why` it is unchanged or partial.
+
+    `seconds` went by from the roster's arrival.
+    """
 
     outcome: Outcome
     missing: tuple[PeerId, ...] = ()
     why: str = ""
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class RoundEnded:
-    """A round is over for this peer."""
+    """A round is over for this peer. The units that it trains had all ended at `own_ended`: then it could go on."""
 
     round: int
     coordinator: PeerId
     members: tuple[PeerId, ...]
     units: dict[UnitId, UnitReport]
     started: float
+    own_ended: float
     ended: float
 
 

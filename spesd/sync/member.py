@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -9,10 +10,13 @@ from spesd.sync.context import Context
 from spesd.sync.effects import TakeSnapshot
 from spesd.sync.ledger import Head, PeerId, UnitId
 from spesd.sync.messages import MAX_LATE, MAX_TOKENS, Call, HeadInfo, Join, Ready, Roster
-from spesd.sync.patience import Pace
+from spesd.sync.patience import REMEMBERED, Pace
 
 GATHER_PATIENCE = 2
 """How many times the announced gather time a member waits for the roster."""
+
+SNAPSHOT_MARGIN = 1.5
+"""So many times the longest of the last snapshots is left for the next one when an answer is put off."""
 
 
 @dataclass(slots=True)
@@ -22,6 +26,7 @@ class Joining:
     coordinator: PeerId
     round: int
     attempt: int
+    since: float
     deadline: float
     bases: dict[UnitId, Head]
     tokens: int | None = None
@@ -50,6 +55,7 @@ class Member:
         self._tokens = 0
         self._ready_since: float | None = None
         self._asked = 0
+        self._snapshots: deque[float] = deque(maxlen=REMEMBERED)
 
     # Becoming ready --------------------------------------------------------------------------------------------------
 
@@ -106,7 +112,9 @@ class Member:
     def postpone(self, now: float, coordinator: PeerId, call: Call) -> None:
         """Answer this call later."""
         seconds = min(call.seconds, self._context.settings.gather_seconds)
-        self.postponed = Postponed(coordinator, call, now + seconds / 2, now + seconds)
+        spare = seconds - SNAPSHOT_MARGIN * max(self._snapshots, default=0.0)
+        patience = now + max(0.0, min(spare, seconds / 2))
+        self.postponed = Postponed(coordinator, call, patience, now + seconds)
 
     def answer(self, now: float, coordinator: PeerId, call: Call, mine: Iterable[UnitId]) -> None:
         """Take a snapshot for this call; `took_snapshot` goes on."""
@@ -114,17 +122,18 @@ class Member:
         # anyone may call, so the caller's seconds count no more than the manifest's
         deadline = now + GATHER_PATIENCE * min(call.seconds, self._context.settings.gather_seconds)
         bases = {unit: heads[unit] for unit in mine}
-        self.joining = Joining(coordinator, call.round, call.attempt, deadline, bases)
+        self.joining = Joining(coordinator, call.round, call.attempt, now, deadline, bases)
         self._context.emit(TakeSnapshot(call.round))
 
-    def took_snapshot(self, round_: int) -> Join | None:
+    def took_snapshot(self, now: float, round_: int) -> Join | None:
         """The snapshot lies ready: what to tell the coordinator, if it still matters."""
         joining = self.joining
         if joining is None or joining.round != round_ or joining.tokens is not None:
             return None
+        self._snapshots.append(now - joining.since)
         joining.tokens, joining.steps = min(self._tokens, MAX_TOKENS), self._steps
         units = {unit: HeadInfo.of(head) for unit, head in joining.bases.items()}
-        late = sorted(self._context.late | self._context.silent)[:MAX_LATE]
+        late = sorted({*self._context.late, *self._context.silent})[:MAX_LATE]
         return Join(round=round_, attempt=joining.attempt, tokens=joining.tokens, units=units, late=late)
 
     def expects(self, roster: Roster) -> bool:
@@ -151,6 +160,11 @@ class Member:
         self.joining = self._ready_since = None
         self._asked = 0
         return True
+
+    def left_out(self, coordinator: PeerId) -> None:
+        """The roster of this coordinator is out, and does not list us: our answer came too late."""
+        if self.joining is not None and self.joining.coordinator == coordinator:
+            self.joining = None
 
     def lost(self, now: float, peer: PeerId) -> None:
         """`peer` cannot be reached. Call before it leaves the live ones: if we waited for it, ask the next at once."""

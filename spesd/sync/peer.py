@@ -7,7 +7,7 @@ the daemon and in the simulation of the tests.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from spesd.config.manifest import SyncConfig
 from spesd.sync.catchup import CatchUp
@@ -42,8 +42,16 @@ class SyncPeer:
     """The protocol of one peer. After each event take its effects with `take_effects`, and carry them out in order."""
 
     def __init__(
-        self, me: PeerId, run: str, sizes: Mapping[UnitId, int], settings: SyncConfig, signer: Signer, seed: int
+        self,
+        me: PeerId,
+        run: str,
+        sizes: Mapping[UnitId, int],
+        settings: SyncConfig,
+        signer: Signer,
+        seed: int,
+        sending: Callable[[], bool] = lambda: False,
     ) -> None:
+        """`sending` tells whether contributions or blobs are on their way from here to others."""
         self.context = Context(me, run, sizes, settings, signer, random.Random(seed), Ledger(sizes))
         self.work = OwnWork(me, settings.stale_rounds)
         self.pipeline = Pipeline(self.context, codecs_of(settings), self.work)
@@ -55,6 +63,8 @@ class SyncPeer:
         self.leaving = False
         self._shared = frozenset(unit for unit in sizes if unit.startswith("shared"))
         self._heard: dict[PeerId, float] = {}
+        self._sending = sending
+        self._held_back_since: float | None = None
 
     # What others can see ---------------------------------------------------------------------------------------------
 
@@ -171,7 +181,7 @@ class SyncPeer:
     def on_snapshot(self, now: float, round_: int) -> None:
         """The trainer's snapshot for `round_` lies ready: join."""
         joining = self.member.joining
-        join = self.member.took_snapshot(round_)
+        join = self.member.took_snapshot(now, round_)
         if join is not None and joining is not None:
             self._answer(now, joining.coordinator, join)
             self.on_time(now)
@@ -189,6 +199,7 @@ class SyncPeer:
         round_ = self.rounds.get(effect.round)
         if round_ is not None and round_.hash == effect.roster:
             round_.encoded(now, effect.unit, blob)
+            self._close_rounds(now)
 
     def on_reduced(self, now: float, effect: Reduce, entry: Entry | None, refused: Mapping[PeerId, str]) -> None:
         """A packet is made; None if no contribution passed. `refused` gives the reason by peer."""
@@ -200,7 +211,7 @@ class SyncPeer:
         for peer, reason in refused.items():
             if peer != self.context.me:
                 self.context.strike(peer, f"contribution to {effect.unit} in round {effect.round}: {reason}")
-        round_.reduced(effect.unit, entry)
+        round_.reduced(now, effect.unit, entry)
         if entry is not None and entry.before == self.ledger[entry.unit].head and self.pipeline.commit_own(entry):
             round_.announced(now, entry)
             self._announce(round_, entry)  # others fetch it while it is applied here
@@ -282,6 +293,7 @@ class SyncPeer:
         able = self._can_join and newest < call.round <= newest + MAX_HINT_JUMP
         # the roster of a slow peer would come late, and bind us until then
         slow = sender in self.context.slow and not (self.context.live | {self.context.me}) <= self.context.slow
+        able = able and not self._holds_back(now)
         if slow or not able or not self.member.can_answer(sender, call.round):
             late = [sender] if slow else []
             self._answer(now, sender, Join(round=call.round, attempt=call.attempt, tokens=0, units={}, late=late))
@@ -291,6 +303,21 @@ class SyncPeer:
             if sender != self.context.me:
                 self.coordinator.give_way()
             self.member.answer(now, sender, call, sorted(self.trained))
+
+    def _holds_back(self, now: float) -> bool:
+        """Whether to sit a round out, for a while: our line is slow, and busy with what earlier rounds asked of it.
+
+        What another round would add to that would be late as well, and hold up what is on its way.
+        """
+        if self.context.me not in self.context.slow or not self._sending():
+            self._held_back_since = None
+            return False
+        if self._held_back_since is None:
+            self._held_back_since = now
+        if now < self._held_back_since + self.context.stage.limit:
+            return True
+        self._held_back_since = None
+        return False
 
     def _answer(self, now: float, coordinator: PeerId, join: Join) -> None:
         if coordinator == self.context.me:
@@ -360,8 +387,10 @@ class SyncPeer:
         call, signed = self.coordinator.tick(now)
         if call is not None:
             self._called(now, self.context.me, call)
-        if signed is not None:
+        if signed is not None and self.context.me in signed.roster.tokens:
             self._roster(now, self.context.me, signed)
+        elif signed is not None:
+            self.member.left_out(self.context.me)
 
     def _lost_work(self, units: Iterable[UnitId]) -> None:
         self.rounds.withdraw(units)

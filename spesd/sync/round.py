@@ -4,7 +4,8 @@ For each unit a member may be contributor, reducer, or only a reader. Stages are
 reducer in order is waited for. A reducer closes a unit some way into its stage; the rest of the stage is for its
 packet to spread. How long both are follows from how long contributions and packets took before (`patience.py`). A
 packet that is announced but does not come through is given up like a reducer that makes none. Who misses a deadline is
-not waited for again until it has been in time: a broken link costs the others one deadline.
+not waited for until it has been in time again (`lateness.py`): a broken link costs the others one deadline. So is a
+reducer whose packet came much slower than packets do, though this one was waited for.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from spesd.sync.patience import PACKET_FLOOR
 class UnitRound:
     """One unit in one round. `stage` counts the reducers that were given up.
 
-    `held_up` are the seconds that waiting for announced packets has taken beyond the stages.
+    `held_up` are the seconds that waiting for announced packets has taken beyond the stages. `entry` is the packet that
+    it waits for or has got, known since `announced`.
     """
 
     base: Head
@@ -37,6 +39,7 @@ class UnitRound:
     received: dict[PeerId, str] = field(default_factory=dict)
     reducing: bool = False
     entry: Entry | None = None
+    announced: float = 0.0
     report: UnitReport = field(default_factory=lambda: UnitReport(Outcome.PENDING))
 
     @property
@@ -63,6 +66,7 @@ class Round:
         spread = PACKET_FLOOR * context.settings.packet_seconds
         self.stage_seconds = max(context.stage.seconds, self.contribute_seconds + spread)
         self.commit_seconds = max(context.committing.seconds, self.stage_seconds)
+        self.fetch_seconds = context.fetching.seconds
         self.units: dict[UnitId, UnitRound] = {}
         for unit, row in roster.units.items():
             if context.is_lazy(unit) and not context.is_refresh(unit, row.head.version, roster.round):
@@ -70,6 +74,7 @@ class Round:
             weights = capped_weights({p: roster.tokens[p] for p in row.contributors}, context.settings.weight_cap)
             order = context.reducers(roster.round, unit, row.contributors, roster.late)[:MAX_STAGES]
             self.units[unit] = UnitRound(row.head.head(), weights, order)
+        self._due = self._first_due()
 
     def start(self) -> None:
         """Encode this peer's contributions."""
@@ -84,6 +89,8 @@ class Round:
         state = self.units[unit]
         if blob is None:
             state.weights.pop(self._context.me, None)
+            if state.open and not state.weights:
+                self._ends(now, state, Outcome.UNCHANGED, why="the state of its only contributor has moved on")
         state.blob = blob
         self._offer(unit)
         self._maybe_reduce(now, unit)
@@ -91,9 +98,8 @@ class Round:
     def contribution(self, now: float, sender: PeerId, unit: UnitId, blob: str) -> str | None:
         """Somebody takes us for the reducer. Returns why it is refused, or None."""
         state = self.units.get(unit)
-        if state is None or sender not in state.weights or self._context.me not in state.reducers:
+        if state is None or not self._is_ours(sender, state):
             return "not a contributor to this reducer in this round"
-        self._arrived(now, sender, state)
         if state.entry is not None:
             self.tell(sender, unit)
             return "the unit's packet is made"
@@ -102,10 +108,19 @@ class Round:
         self._maybe_reduce(now, unit)
         return None
 
+    def arrived(self, now: float, sender: PeerId, unit: UnitId) -> None:
+        """Learn from the time that a contribution took, taken or not. A late peer's counts only to redeem it."""
+        state, took = self.units.get(unit), now - self.started
+        if state is None or not self._is_ours(sender, state):
+            return
+        if state.open and sender not in self._context.late and state.stage == 0 and sender not in state.received:
+            self._context.contributing.saw(took)
+        self._judge(sender, unit, took <= self.contribute_seconds)
+
     def comes_late(self, sender: PeerId, unit: UnitId) -> bool:
         """Whether a contribution of `sender` is for us to reduce, but too late for this round's packet."""
         state = self.units.get(unit)
-        if state is None or sender not in state.weights or self._context.me not in state.reducers:
+        if state is None or not self._is_ours(sender, state):
             return False
         used = sender in state.received or (state.entry is not None and state.entry.has(sender))
         return not used and (not state.open or state.entry is not None)
@@ -128,11 +143,11 @@ class Round:
             state.weights.pop(me, None)
             state.received.pop(me, None)
 
-    def reduced(self, unit: UnitId, entry: Entry | None) -> None:
+    def reduced(self, now: float, unit: UnitId, entry: Entry | None) -> None:
         """Our reduction is done; `entry` is None if no contribution passed the checks."""
         state = self.units[unit]
         if entry is None and state.open:
-            state.report = UnitReport(Outcome.UNCHANGED, (), "no contribution passed the checks")
+            self._ends(now, state, Outcome.UNCHANGED, why="no contribution passed the checks")
 
     def accepts(self, entry: Entry) -> bool:
         """Whether a packet of this round follows its roster: right start, known contributors, capped weights."""
@@ -152,7 +167,7 @@ class Round:
         state = self.units.get(entry.unit)
         if state is None or not state.open or state.entry is not None or not self.accepts(entry):
             return False
-        state.entry = entry
+        state.entry, state.announced = entry, now
         if state.stage == 0:
             self._context.stage.saw(now - self.started)
         return True
@@ -167,14 +182,13 @@ class Round:
             self._taken_up(state, entries[-1])
         elif state.stage == 0 and state.entry is not None and self._context.me in state.weights:
             self._context.committing.saw(now - self.started)
-            if state.reducer is not None:
-                self._context.late.discard(state.reducer)
+            self._came_through(now, unit)
         if state.entry is None or state.entry.after != head:
-            state.report = UnitReport(Outcome.COMMITTED, (), "caught up")
+            self._ends(now, state, Outcome.COMMITTED, why="caught up")
             return
         there = {c.peer for c in state.entry.contributors}
         missing = tuple(p for p in self.roster.units[unit].contributors if p not in there)
-        state.report = UnitReport(Outcome.PARTIAL if missing else Outcome.COMMITTED, missing, "")
+        self._ends(now, state, Outcome.PARTIAL if missing else Outcome.COMMITTED, missing)
 
     def lost(self, now: float, peer: PeerId) -> None:
         """`peer` cannot be reached: neither wait for its contributions nor for it as a reducer."""
@@ -193,9 +207,9 @@ class Round:
             if now >= self._stage_end(state) and state.stage < len(state.reducers):
                 self._give_up(now, unit)
             self._maybe_reduce(now, unit)
-            if now >= self._end(state):
+            if now >= self._end(unit, state):
                 who = state.reducers[-1] if state.reducers else "nobody"
-                state.report = UnitReport(Outcome.UNCHANGED, (), f"no packet from {who} by the deadline")
+                self._ends(now, state, Outcome.UNCHANGED, why=f"no packet from {who} by the deadline")
 
     # What it looks like ----------------------------------------------------------------------------------------------
 
@@ -207,11 +221,11 @@ class Round:
             return inf
         return self.started + state.held_up + self.stage_seconds * state.stage + self.commit_seconds
 
-    def _end(self, state: UnitRound) -> float:
-        """When a unit is given up: once each of its reducers has had its stage. A mere reader is in no hurry."""
+    def _end(self, unit: UnitId, state: UnitRound) -> float:
+        """When a unit is given up: once each of its reducers has had its stage. Who only reads it is in no hurry."""
         stages = state.held_up + self.stage_seconds * max(1, len(state.reducers))
-        contributes = self._context.me in state.weights
-        return self.started + (stages if contributes else max(stages, self._context.stage.limit))
+        trains = self._context.trains(unit)
+        return self.started + (stages if trains else max(stages, self._context.stage.limit))
 
     @property
     def over(self) -> bool:
@@ -223,7 +237,7 @@ class Round:
 
     def deadline(self) -> float | None:
         """When `tick` has something to do."""
-        times = [self._close_time(state) for state in self.units.values() if state.open]
+        times = [self._close_time(unit, state) for unit, state in self.units.items() if state.open]
         return min(times, default=None)
 
     def waiting_for(self, now: float) -> list[tuple[UnitId, PeerId, float]]:
@@ -234,13 +248,22 @@ class Round:
                 missing = sorted(self._missing(state))
                 me_reducing = state.reducer == self._context.me and state.entry is None
                 whom = missing[0] if me_reducing and missing else state.reducer or self.roster.coordinator
-                rows.append((unit, whom, max(0.0, self._close_time(state) - now)))
+                rows.append((unit, whom, max(0.0, self._close_time(unit, state) - now)))
         return rows
 
     def report(self, now: float) -> RoundEnded:
         """What is kept for status."""
         units = {unit: state.report for unit, state in self.units.items()}
-        return RoundEnded(self.number, self.roster.coordinator, tuple(self.roster.tokens), units, self.started, now)
+        mine = [row.seconds for unit, row in units.items() if self._context.me in self.roster.units[unit].contributors]
+        return RoundEnded(
+            self.number,
+            self.roster.coordinator,
+            tuple(self.roster.tokens),
+            units,
+            self.started,
+            self.started + max(mine, default=0.0),
+            now,
+        )
 
     def received_from_others(self) -> Iterator[tuple[UnitId, PeerId, str, bool]]:
         """Contributions that were kept for reducing: unit, peer, blob, and whether the unit's packet has it."""
@@ -251,12 +274,17 @@ class Round:
 
     # Inside ----------------------------------------------------------------------------------------------------------
 
-    def _close_time(self, state: UnitRound) -> float:
+    def _ends(
+        self, now: float, state: UnitRound, outcome: Outcome, missing: tuple[PeerId, ...] = (), why: str = ""
+    ) -> None:
+        state.report = UnitReport(outcome, missing, why, now - self.started)
+
+    def _close_time(self, unit: UnitId, state: UnitRound) -> float:
         if state.stage >= len(state.reducers):
-            return self._end(state)
+            return self._end(unit, state)
         if state.reducer == self._context.me and not state.reducing and state.entry is None:
             return self._contributions_end(state, state.stage)
-        return min(self._stage_end(state), self._end(state))
+        return min(self._stage_end(state), self._end(unit, state))
 
     def _contributions_end(self, state: UnitRound, stage: int) -> float:
         """When the reducer of that stage goes on with what it has."""
@@ -264,22 +292,54 @@ class Round:
 
     def _missing(self, state: UnitRound) -> set[PeerId]:
         """Whose contributions a reducer still waits for."""
-        return set(state.weights) - set(state.received) - self._gone - self._context.late
+        return set(state.weights) - set(state.received) - self._gone - set(self._context.late)
 
-    def _arrived(self, now: float, sender: PeerId, state: UnitRound) -> None:
-        """Learn from the time that a contribution took. A late peer's counts only to redeem it."""
-        took = now - self.started
-        if sender in self._context.late:
-            if took <= self.contribute_seconds:
-                self._context.late.discard(sender)
-        elif state.stage == 0 and sender not in state.received:
-            self._context.contributing.saw(took)
+    def _first_due(self) -> dict[PeerId, set[UnitId]]:
+        """By peer, the units of which we have its contribution to reduce, or its packet to fetch, if all goes well."""
+        due: dict[PeerId, set[UnitId]] = {}
+        for unit, state in self.units.items():
+            first = state.reducers[0] if state.reducers else None
+            if first == self._context.me:
+                for peer in state.weights.keys() - {first}:
+                    due.setdefault(peer, set()).add(unit)
+            elif first is not None and self._context.me in state.weights:
+                due.setdefault(first, set()).add(unit)
+        return due
+
+    def _is_ours(self, sender: PeerId, state: UnitRound) -> bool:
+        """Whether a contribution of `sender` is for us to reduce."""
+        return sender in state.weights and self._context.me in state.reducers
+
+    def _came_through(self, now: float, unit: UnitId) -> None:
+        """Learn from the time from the announcement of the first reducer's packet to its commit here."""
+        state, took = self.units[unit], now - self.units[unit].announced
+        if state.reducer is None or state.reducer == self._context.me:
+            return
+        if state.reducer not in self._context.late:
+            self._context.fetching.saw(took)
+        self._judge(state.reducer, unit, took <= self.fetch_seconds)
+
+    def _judge(self, peer: PeerId, unit: UnitId, in_time: bool) -> None:
+        """What `peer` owed us of `unit` has come. Who was late with one thing was not in time in this round."""
+        due = self._due.get(peer, set())
+        if unit not in due:
+            return
+        due.discard(unit)
+        if not in_time:
+            self._missed(peer)
+        elif not due:
+            self._context.late.in_time(peer)
+
+    def _missed(self, peer: PeerId) -> None:
+        self._due.pop(peer, None)
+        self._context.late.missed(peer)
 
     def _give_up(self, now: float, unit: UnitId) -> None:
         """The present reducer has made no packet, or one that does not come through: on to the next."""
-        state = self.units[unit]
-        if state.reducer is not None and state.reducer != self._context.me and state.stage == 0:
-            self._context.late.add(state.reducer)  # not those that follow: they begin when they are asked
+        state, me = self.units[unit], self._context.me
+        # not those that follow: they begin when they are asked; and a mere reader does not know if there was any work
+        if state.stage == 0 and state.reducer not in (None, me) and me in state.weights:
+            self._missed(state.reducer)
         if state.entry is not None:
             stages = self.started + self.stage_seconds * (state.stage + 1)
             state.held_up, state.entry = max(state.held_up, now - stages), None
@@ -320,7 +380,8 @@ class Round:
         stage = max(state.stage, state.reducers.index(me))
         if state.received and (not waiting or now >= self._contributions_end(state, stage)):
             if stage == 0:
-                self._context.late |= waiting - {me}
+                for peer in sorted(waiting - {me}):
+                    self._missed(peer)
             state.reducing = True
             earlier = self._context.belated.usable(unit, set(state.weights) - set(state.received) - {me})
             blobs = state.received | {peer: kept.blob for peer, kept in earlier.items()}

@@ -72,6 +72,8 @@ class Rounds:
         round_ = self._open.get(number) or next((past for past in self._past if past.number == number), None)
         if number not in self._open:
             self._tell(sender, number, unit)
+        if round_ is not None:
+            round_.arrived(now, sender, unit)
         if round_ is not None and round_.comes_late(sender, unit):
             round_.tell(sender, unit)
             self._pipeline.discard(self._context.belated.keep(unit, sender, round_.origin(unit), blob))

@@ -50,7 +50,13 @@ class Node:
         self.world, self.name, self.budget, self.blobs = world, name, budget, blobs
         self.alive = True
         self.peer = SyncPeer(
-            name, RUN, world.sizes, world.settings, ToySigner(name), seed=world.random.randrange(2**32)
+            name,
+            RUN,
+            world.sizes,
+            world.settings,
+            ToySigner(name),
+            seed=world.random.randrange(2**32),
+            sending=lambda: world.network.lines[name].up_free > world.now,
         )
         self.workshop = Workshop(RUN, world.sizes, world.settings, blobs, world.merging, world.outer)
         self.peer.restore(chains)

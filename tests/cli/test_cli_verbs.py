@@ -208,9 +208,18 @@ def test_rounds(spesd, answers):
         "expert-1": UnitOutcome(result=UnitResult.UNCHANGED, detail="no owner"),
         "expert-2": UnitOutcome(result=UnitResult.COMMITTED),
     }
-    answers("rounds", Rounds(rounds=[RoundRecord(number=7, coordinator=OTHER, members=[PEER, OTHER], results=results)]))
+    answers(
+        "rounds",
+        Rounds(
+            rounds=[
+                RoundRecord(
+                    number=7, coordinator=OTHER, members=[PEER, OTHER], results=results, own_seconds=1.25, seconds=4.5
+                )
+            ]
+        ),
+    )
     row = spesd("rounds").out.splitlines()[1]
-    assert row.split()[:8] == ["7", "2", "0.0", "1", "1", "1", "0", "QmXwQSo1…"]
+    assert row.split()[:9] == ["7", "2", "1.2", "4.5", "1", "1", "1", "0", "QmXwQSo1…"]
     assert row.rstrip().endswith("expert 0 without QmYyQSo1…; expert 1: no owner")
 
 

@@ -14,7 +14,9 @@ from spesd.daemon.fetcher import FETCHERS, Fetcher
 from spesd.daemon.state_dir import StateDir
 from spesd.daemon.store import Store, StoredBlobs
 from spesd.swarm.errors import PeerTimeout, PeerUnreachable, TransportError
+from spesd.swarm.traffic import Traffic
 from spesd.sync import effects as fx
+from spesd.sync.messages import Ready
 from spesd.sync.peer import SyncPeer
 from spesd.sync.toys import ToySigner
 from spesd.sync.workshop import Workshop
@@ -26,6 +28,9 @@ class Nobody:
     """A transport that registers handlers and reaches no one, and a trainer that does nothing."""
 
     life = 0
+
+    def __init__(self) -> None:
+        self.traffic = Traffic()
 
     async def serve(self, *_: Any, **__: Any) -> None: ...
 
@@ -128,6 +133,26 @@ async def test_no_time_is_spent_on_asking_for_a_size_that_is_known(tmp_path: Pat
             await asyncio.sleep(0)
     await conductor.close()
     assert conductor._blobs.sizes == [8]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("heard", [False, True])
+async def test_who_does_not_answer_in_time_is_gone_unless_bytes_came_from_it_meanwhile(
+    tmp_path: Path, heard: bool
+) -> None:
+    class Line(Nobody):
+        async def request(self, peer: str, *_: Any, **__: Any) -> None:
+            if heard:
+                self.traffic.down(peer, "blob", False).count(1)
+            raise PeerTimeout(peer, "no answer within 3.0 s")
+
+    conductor = await make(tmp_path, [], Line())
+    lost: list[str] = []
+    conductor.peer.on_unreachable = lambda now, peer: lost.append(peer)  # type: ignore[method-assign]
+    conductor.peer.context.send("x", Ready(round=1))
+    conductor.drain()
+    await asyncio.gather(*conductor._tasks)
+    await conductor.close()
+    assert lost == ([] if heard else ["x"])
 
 
 async def test_an_event_that_fails_does_not_stop_the_clock(tmp_path: Path) -> None:

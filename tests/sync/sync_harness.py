@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -63,10 +63,14 @@ def genesis(unit: str) -> Head:
 
 
 def make_peer(
-    name: str = "me", live: Iterable[str] = (), experts: Iterable[str] = ("expert-0",), **kw: Any
+    name: str = "me",
+    live: Iterable[str] = (),
+    experts: Iterable[str] = ("expert-0",),
+    sending: Callable[[], bool] = lambda: False,
+    **kw: Any,
 ) -> SyncPeer:
     """A peer with the genesis states, training; `live` are the others."""
-    peer = SyncPeer(name, RUN, SIZES, settings(**kw), ToySigner(name), seed=1)
+    peer = SyncPeer(name, RUN, SIZES, settings(**kw), ToySigner(name), 1, sending)
     peer.restore({unit: Chain([genesis(unit)]) for unit in SIZES})
     peer.on_live(0.0, live)
     peer.on_owned(experts)

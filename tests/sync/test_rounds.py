@@ -316,7 +316,9 @@ def test_nothing_valid_leaves_the_unit_unchanged_with_a_reason_and_strikes_the_s
     effects = peer.take_effects()
     assert "not finite" in of_kind(effects, fx.Strike)[0].reason
     (ended,) = of_kind(effects, fx.RoundEnded)
-    assert ended.units[UNIT] == fx.UnitReport(Outcome.UNCHANGED, (), "no contribution passed the checks")
+    assert ended.units[UNIT] == fx.UnitReport(
+        Outcome.UNCHANGED, (), "no contribution passed the checks", seconds=pytest.approx(0.3)
+    )
 
 
 def test_an_unreachable_reducer_is_followed_by_the_next_at_once_and_a_silent_one_at_the_deadline() -> None:

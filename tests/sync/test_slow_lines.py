@@ -18,6 +18,7 @@ from spesd.sync.peer import SyncPeer
 from spesd.sync.simulation import Conditions, World
 
 FAST = ("peer0", "peer1", "peer2")
+UP = ("up",)
 BIG = dict.fromkeys(("shared-0", "shared-1", *(f"expert-{index}" for index in range(8))), 4000)
 
 
@@ -138,7 +139,7 @@ def test_a_fetch_under_way_postpones_the_answer_to_a_call_but_not_for_ever() -> 
 # A round of too few ------------------------------------------------------------------------------------------------
 
 
-def test_a_round_waits_for_half_of_the_last_ones_members_but_not_for_ever() -> None:
+def test_a_round_waits_for_most_of_the_last_ones_members_but_not_for_ever() -> None:
     peer = make_peer("me", ["a", "b"])
     peer.context.members = frozenset({"me", "a", "b", "gone"})
     peer.on_message(0.0, "a", Ready(round=1))
@@ -155,6 +156,18 @@ def test_a_round_waits_for_half_of_the_last_ones_members_but_not_for_ever() -> N
     assert now >= 2.0 + peer.context.stage.limit
 
 
+def test_half_of_the_members_make_no_round_but_slow_ones_do_not_count() -> None:
+    """Else the two that come first and the two that come after them would fork."""
+    for slow in ((), ("c",)):
+        peer = make_peer("me", ["a", "b", "c"])
+        peer.context.members, peer.context.slow = frozenset({"me", "a", "b", "c"}), frozenset(slow)
+        peer.on_message(0.0, "a", Ready(round=1))
+        peer.on_snapshot(0.1, 1)
+        peer.on_message(0.2, "a", join_of(UNIT))
+        peer.on_time(2.0)
+        assert (1 in peer.rounds) is bool(slow)
+
+
 def test_a_round_does_not_wait_for_members_that_are_gone() -> None:
     peer = make_peer("me", ["a", "b"])
     peer.context.members = frozenset({"me", "a", "b", "c", "d"})
@@ -163,6 +176,35 @@ def test_a_round_does_not_wait_for_members_that_are_gone() -> None:
     peer.on_message(0.2, "a", join_of(UNIT))
     peer.on_time(2.0)
     assert peer.rounds
+
+
+# Sitting a round out -----------------------------------------------------------------------------------------------
+
+
+def test_a_slow_peer_whose_line_is_still_busy_sits_a_round_out_but_not_for_ever() -> None:
+    busy = [True]
+    peer = make_peer("me", ["a"], sending=lambda: busy[0])
+    limit = peer.context.stage.limit
+    rounds = iter(range(1, 99))
+
+    def joins(now: float) -> bool:
+        """Whether it joins the round that is called now."""
+        number = next(rounds)
+        peer.on_message(now, "a", Call(round=number, attempt=1, seconds=2.0))
+        effects = peer.take_effects()
+        declined = [effect for effect in of_kind(effects, fx.Send) if isinstance(effect.message, Join)]
+        assert all(not effect.message.units for effect in declined)  # type: ignore[union-attr]
+        peer.member.reset()
+        return bool(of_kind(effects, fx.TakeSnapshot)) and not declined
+
+    assert joins(0.0), "its line is as good as those of others"
+    peer.context.slow = frozenset({"me"})
+    assert not joins(1.0)
+    assert not joins(limit)
+    assert joins(1.0 + limit)
+    assert not joins(2.0 + limit), "then again for so long"
+    busy[0] = False
+    assert joins(3.0 + limit)
 
 
 # Two calls for one round -------------------------------------------------------------------------------------------
@@ -227,15 +269,16 @@ def assert_agreed(world: World) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("ways", [("up", "down"), ("up",)], ids="+".join)
-def test_a_line_at_a_tenth_of_its_rate_costs_the_others_one_deadline_once(seed: int, ways: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("factor", "ways"), [(3, UP), (5, UP), (10, UP), (10, (*UP, "down"))])
+def test_a_line_that_collapses_costs_the_others_one_deadline(seed: int, factor: int, ways: tuple[str, ...]) -> None:
+    """At a third or a fifth of its rate some of what a peer sends is in time, and some is not."""
     world = limited_world(seed)
     world.run(120)
     before = rounds_of_most(world, 60.0)
     usual = max(later - earlier for earlier, later in pairwise(before))
     collapsed, slow = world.now, world.network.lines["peer3"]
     for way in ways:
-        setattr(slow, way, getattr(slow, way) / 10)
+        setattr(slow, way, getattr(slow, way) / factor)
     world.run(120)
     gaps = [later - earlier for earlier, later in pairwise([before[-1], *rounds_of_most(world, collapsed)])]
     lost = sum(max(0.0, gap - usual) for gap in gaps)
