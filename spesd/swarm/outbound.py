@@ -62,8 +62,8 @@ class Outbound:
 
         Raises PeerRefused, WireError, TimeoutError, EOFError, OSError, and what `new_stream` does.
         """
-        stream = self._kept.take(request.key)
         async with self._traffic.sending(request.peer, memoryview(request.payload).nbytes, request.urgent):
+            stream = self._kept.take(request.key)
             if stream is not None:
                 try:
                     return await self._ask_on(stream, request, MORE)

@@ -175,6 +175,7 @@ class Service:
         async with asyncio.timeout(limits.header_seconds) as received.deadline:
             header = await read_header(reader, received)
         body, size, seconds = _parse_request(header)
+        seconds = min(seconds, limits.handler_seconds)
         again = self.admission.may_wait(peer)
         try:
             self._check_size(body, size)
@@ -182,7 +183,7 @@ class Service:
                 async with asyncio.timeout(limits.payload_seconds(size)) as received.deadline:
                     payload = await read_payload(reader, size, limits.idle_seconds, received)
                 size = 0
-                answer = await self._handle(peer, body, payload, min(seconds, limits.handler_seconds), again)
+                answer = await self._handle(peer, body, payload, seconds, again)
             await self._send(peer, reader, writer, answer, seconds)
             return again
         except Refused as refusal:

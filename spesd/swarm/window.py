@@ -85,17 +85,18 @@ class Windows:
     async def turn(self, peer: str, size: int, urgent: bool) -> AsyncIterator[None]:
         """Wait until `size` payload bytes may go to `peer`; they are on their way until the block ends.
 
-        A block that ends with an error has lost them, however long that took.
+        From a block that ends with an error nothing is learned, unless it took long.
         """
         window = self._window(peer)
         await window.enter(size, urgent)
-        began, seconds = self._clock(), inf
+        began, least = self._clock(), QUICK_SECONDS
         try:
             yield
-            seconds = self._clock() - began
+            least = 0.0
         finally:
+            now = self._clock()
             window.leave(size)
-            window.learn(size, seconds, self._clock())
+            window.learn(size, max(now - began, least), now)
 
     def _window(self, peer: str) -> Window:
         window = self._windows.setdefault(peer, Window())

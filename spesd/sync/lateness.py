@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,6 +15,10 @@ FORGOTTEN = 4
 """A peer that stays in time for so many times its sentence begins anew."""
 
 
+MAX_PEERS = 1024
+"""Peer ids cost nothing to make, so no more are remembered: those that missed a deadline last."""
+
+
 @dataclass(slots=True)
 class Record:
     """Misses that count, and rounds in time since the last one."""
@@ -24,7 +29,7 @@ class Record:
     @property
     def sentence(self) -> int:
         """Rounds in time, one after the other, that make up for the misses."""
-        return 1 << self.misses - 1
+        return 1 << (self.misses - 1)
 
 
 class Lateness:
@@ -34,7 +39,7 @@ class Lateness:
     """
 
     def __init__(self) -> None:
-        self._records: dict[PeerId, Record] = {}
+        self._records: OrderedDict[PeerId, Record] = OrderedDict()
 
     def __contains__(self, peer: object) -> bool:
         record = self._records.get(peer) if isinstance(peer, str) else None
@@ -49,6 +54,9 @@ class Lateness:
             record = self._records.setdefault(peer, Record())
             record.misses = min(record.misses + 1, MAX_MISSES)
         self._records[peer].streak = 0
+        self._records.move_to_end(peer)
+        if len(self._records) > MAX_PEERS:
+            self._records.popitem(last=False)
 
     def in_time(self, peer: PeerId) -> None:
         """All that was due from it in a round came in time."""

@@ -133,7 +133,7 @@ class Member:
         self._snapshots.append(now - joining.since)
         joining.tokens, joining.steps = min(self._tokens, MAX_TOKENS), self._steps
         units = {unit: HeadInfo.of(head) for unit, head in joining.bases.items()}
-        late = sorted({*self._context.late, *self._context.silent})[:MAX_LATE]
+        late = sorted(self._context.live & {*self._context.late, *self._context.silent})[:MAX_LATE]
         return Join(round=round_, attempt=joining.attempt, tokens=joining.tokens, units=units, late=late)
 
     def expects(self, roster: Roster) -> bool:

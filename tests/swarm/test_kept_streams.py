@@ -10,10 +10,11 @@ import pytest
 from swarm_harness import RUN, StartTransport, eventually
 
 from spesd.swarm import kept_streams
-from spesd.swarm.errors import PeerRefused, Refused
-from spesd.swarm.kept_streams import GOODBYE, KEPT_STREAMS, KeptStreams, Stream
+from spesd.swarm.errors import PeerRefused, PeerTimeout, Refused
+from spesd.swarm.kept_streams import GOODBYE, KEPT_STREAMS, RECEIPT_BYTES, KeptStreams, Stream
 from spesd.swarm.streams import Reply, StreamLimits
 from spesd.swarm.transport import Transport, protocol_name
+from spesd.swarm.window import FIRST_BYTES
 
 ECHO = protocol_name(RUN, "echo")
 KEY = ("peer", ECHO)
@@ -117,6 +118,20 @@ async def test_no_more_streams_wait_than_a_peer_may_have(start_transport: StartT
         return server._admission.waiting_streams == {client.peer_id: 2} and not server._admission.open_streams
 
     await eventually(bounded)
+
+
+async def test_a_request_that_waits_for_its_turn_in_vain_leaves_the_kept_stream_to_others(
+    start_transport: StartTransport,
+) -> None:
+    server, client = await start_transport(), await start_transport()
+    await server.serve(ECHO, echo, max_payload=RECEIPT_BYTES + 1)
+    await ask(client, server, {"n": 1})
+    async with client.traffic.windows.turn(server.peer_id, FIRST_BYTES, True):
+        with pytest.raises(PeerTimeout, match="no answer within"):
+            await client.request(server.peer_id, ECHO, {}, bytes(RECEIPT_BYTES + 1), timeout=0.1)
+    assert len(client._outbound._kept) == 1
+    assert not client.traffic.on_the_way
+    assert (await ask(client, server, {"n": 2}, bytes(RECEIPT_BYTES + 1))).body == {"n": 2}
 
 
 async def test_a_new_handler_serves_the_streams_that_are_open(start_transport: StartTransport) -> None:

@@ -88,13 +88,15 @@ async def test_a_window_narrows_once_a_second_while_payloads_are_slow_and_widens
     assert window.size == MOST_BYTES
 
 
-async def test_what_was_given_up_counts_as_slow() -> None:
+@pytest.mark.parametrize(("seconds", "size"), [(QUICK, FIRST_BYTES), (SLOW, FIRST_BYTES // 2)])
+async def test_what_was_refused_or_given_up_tells_something_only_if_it_took_long(seconds: float, size: int) -> None:
     clock = Clock()
     windows = Windows(clock)
     with pytest.raises(TimeoutError):
         async with windows.turn("x", SIZE, True):
+            clock.now += seconds
             raise TimeoutError
-    assert windows._window("x").size == FIRST_BYTES // 2
+    assert windows._window("x").size == size
 
 
 async def test_what_is_urgent_overtakes_what_waits_and_other_peers_do_not_wait_at_all() -> None:

@@ -10,8 +10,8 @@ from test_rounds import BLOB, UNIT, commit, entry_of, in_round, join_of, joined,
 
 from spesd.sync import effects as fx
 from spesd.sync.effects import Outcome
-from spesd.sync.lateness import FORGOTTEN, MAX_MISSES, Lateness
-from spesd.sync.messages import Announce, Call, EntryInfo
+from spesd.sync.lateness import FORGOTTEN, MAX_MISSES, MAX_PEERS, Lateness
+from spesd.sync.messages import Announce, Call, EntryInfo, Join
 from spesd.sync.peer import SyncPeer
 
 # What is remembered --------------------------------------------------------------------------------------------------
@@ -57,6 +57,13 @@ def test_who_stays_in_time_for_long_enough_begins_anew() -> None:
         late.in_time("x")
     late.missed("x")
     assert rounds_until_waited_for(late) == 1
+
+
+def test_no_more_peers_are_remembered_than_fit() -> None:
+    late = Lateness()
+    for index in range(MAX_PEERS + 5):
+        late.missed(f"peer {index}")
+    assert len(list(late)) == MAX_PEERS and "peer 4" not in late and "peer 5" in late
 
 
 @given(st.lists(st.tuples(st.sampled_from("xyz"), st.booleans())))
@@ -170,3 +177,13 @@ def test_an_answer_is_put_off_only_for_as_long_as_leaves_time_for_a_snapshot() -
     peer.member.postpone(10.0, "a", Call(round=2, attempt=1, seconds=2.0))
     assert peer.member.postponed is not None
     assert peer.member.postponed.patience == pytest.approx(10.8), "2 s less one and a half snapshots"
+
+
+def test_nobody_is_called_late_who_is_not_there() -> None:
+    peer = make_peer("me", ["a", "b"])
+    for name in ("b", "gone"):
+        peer.context.late.missed(name)
+    peer.on_message(0.0, "a", Call(round=1, attempt=1, seconds=2.0))
+    peer.on_snapshot(0.1, 1)
+    (join,) = [e.message for e in of_kind(peer.take_effects(), fx.Send) if isinstance(e.message, Join)]
+    assert join.late == ["b"]
