@@ -93,8 +93,8 @@ class Volunteer:
         self._layout = UnitLayout(manifest.model, manifest.sync.shared_shards)
         sizes = {unit.id: unit.size for unit in self._layout.units}
         run, me = manifest.run_id, identity.peer_id
-        signer, on_the_way = IdentitySigner(identity), transport.traffic.on_the_way
-        self.peer = SyncPeer(me, run, sizes, manifest.sync, signer, fresh_seed(), lambda: bool(on_the_way))
+        signer, windows = IdentitySigner(identity), transport.traffic.windows
+        self.peer = SyncPeer(me, run, sizes, manifest.sync, signer, fresh_seed(), lambda: bool(windows.on_the_way))
         experts = [unit.id for unit in self._layout.units if unit.kind == "expert"]
         merging = Merging(manifest.merge, experts, manifest.model.layers, manifest.sync.stagger)
         self.workshop = Workshop(run, sizes, manifest.sync, StoredBlobs(store.blobs), merging, manifest.outer)

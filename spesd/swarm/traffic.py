@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -90,8 +90,6 @@ class Traffic:
     total: Count = field(default_factory=Count)
     peers: OrderedDict[str, Count] = field(default_factory=OrderedDict)
     recent: dict[str, Recent] = field(default_factory=dict)
-    on_the_way: Counter[str] = field(default_factory=Counter)
-    """By peer, payload bytes that wait, are being sent, or of which the other end has not said yet that they came."""
     windows: Windows = field(default_factory=lambda: Windows(time.monotonic))
     heard: OrderedDict[tuple[str, str], float] = field(default_factory=OrderedDict)
     """When the last byte of a protocol came from a peer, by `clock`."""
@@ -126,21 +124,15 @@ class Traffic:
 
     @asynccontextmanager
     async def sending(self, peer: str, size: int, urgent: bool) -> AsyncIterator[None]:
-        """Wait until `size` payload bytes may go to `peer`, and count them as on their way to the end of the block.
+        """Wait until `size` payload bytes may go to `peer`. The block ends when they have come.
 
-        The block ends when they have come. Few bytes need not wait.
+        Few bytes need not wait, and do not count.
         """
-        self.on_the_way[peer] += size
-        try:
-            if size > RECEIPT_BYTES:
-                async with self.windows.turn(peer, size, urgent):
-                    yield
-            else:
+        if size > RECEIPT_BYTES:
+            async with self.windows.turn(peer, size, urgent):
                 yield
-        finally:
-            self.on_the_way[peer] -= size
-            if not self.on_the_way[peer]:
-                del self.on_the_way[peer]
+        else:
+            yield
 
     def heard_since(self, peer: str, moment: float) -> bool:
         """Whether a byte of any protocol has come from `peer` since that moment of `clock`."""

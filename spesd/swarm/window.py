@@ -34,10 +34,6 @@ class Window:
         self._narrowed = -inf
         self._queue: FairQueue[asyncio.Future[None]] = FairQueue()
 
-    @property
-    def is_idle(self) -> bool:
-        return not (self.on_the_way or self._queue)
-
     async def enter(self, size: int, urgent: bool) -> None:
         """Return when `size` more bytes may go. What is not urgent gets a ninth beside what is."""
         turn = asyncio.get_running_loop().create_future()
@@ -56,12 +52,11 @@ class Window:
         self._pump()
 
     def learn(self, size: int, seconds: float, now: float) -> None:
-        """`size` bytes took so long."""
+        """`size` bytes took so long. Call before they `leave`, which lets others go."""
         if seconds < QUICK_SECONDS:
             self.size = min(MOST_BYTES, self.size + size)
         elif seconds > SLOW_SECONDS and now > self._narrowed + SLOW_SECONDS:
             self.size, self._narrowed = max(LEAST_BYTES, self.size // 2), now
-        self._pump()
 
     def _pump(self) -> None:
         while self._queue:
@@ -95,12 +90,17 @@ class Windows:
             least = 0.0
         finally:
             now = self._clock()
-            window.leave(size)
             window.learn(size, max(now - began, least), now)
+            window.leave(size)
+
+    @property
+    def on_the_way(self) -> dict[str, int]:
+        """Payload bytes on their way to each peer. Where some wait for their turn, others are on their way."""
+        return {peer: window.on_the_way for peer, window in self._windows.items() if window.on_the_way}
 
     def _window(self, peer: str) -> Window:
         window = self._windows.setdefault(peer, Window())
         self._windows.move_to_end(peer)
-        while len(self._windows) > MAX_PEERS and (idle := next(iter(self._windows.items())))[1].is_idle:
-            del self._windows[idle[0]]
+        while len(self._windows) > MAX_PEERS and not (oldest := next(iter(self._windows.items())))[1].on_the_way:
+            del self._windows[oldest[0]]
         return window

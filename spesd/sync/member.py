@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from spesd.sync.context import Context
@@ -46,8 +46,8 @@ class Postponed:
 class Member:
     """Counts local steps, and leads from "ready" to a roster that lists us."""
 
-    def __init__(self, context: Context) -> None:
-        self._context = context
+    def __init__(self, context: Context, sending: Callable[[], bool]) -> None:
+        self._context, self._sending = context, sending
         self.pace = Pace(context.settings)
         self.joining: Joining | None = None
         self.postponed: Postponed | None = None
@@ -56,6 +56,7 @@ class Member:
         self._ready_since: float | None = None
         self._asked = 0
         self._snapshots: deque[float] = deque(maxlen=REMEMBERED)
+        self._held_back_since: float | None = None
 
     # Becoming ready --------------------------------------------------------------------------------------------------
 
@@ -108,6 +109,20 @@ class Member:
             return True
         first, _ = self._context.in_order(round_, {coordinator, self.joining.coordinator})
         return self.joining.round == round_ and first == coordinator
+
+    def holds_back(self, now: float) -> bool:
+        """Whether to sit a round out, for a while: our line is slow, and busy with what earlier rounds asked of it.
+
+        What another round would add to that would be late as well, and hold up what is on its way.
+        """
+        context = self._context
+        if context.me in context.slow and self._sending():
+            if self._held_back_since is None:
+                self._held_back_since = now
+            if now < self._held_back_since + context.stage.limit:
+                return True
+        self._held_back_since = None
+        return False
 
     def postpone(self, now: float, coordinator: PeerId, call: Call) -> None:
         """Answer this call later."""

@@ -57,14 +57,12 @@ class SyncPeer:
         self.pipeline = Pipeline(self.context, codecs_of(settings), self.work)
         self.catchup = CatchUp(self.context, self.pipeline)
         self.coordinator = Coordinator(self.context)
-        self.member = Member(self.context)
+        self.member = Member(self.context, sending)
         self.rounds = Rounds(self.context, self.pipeline)
         self.training = False
         self.leaving = False
         self._shared = frozenset(unit for unit in sizes if unit.startswith("shared"))
         self._heard: dict[PeerId, float] = {}
-        self._sending = sending
-        self._held_back_since: float | None = None
 
     # What others can see ---------------------------------------------------------------------------------------------
 
@@ -293,7 +291,7 @@ class SyncPeer:
         able = self._can_join and newest < call.round <= newest + MAX_HINT_JUMP
         # the roster of a slow peer would come late, and bind us until then
         slow = sender in self.context.slow and not (self.context.live | {self.context.me}) <= self.context.slow
-        able = able and not self._holds_back(now)
+        able = able and not self.member.holds_back(now)
         if slow or not able or not self.member.can_answer(sender, call.round):
             late = [sender] if slow else []
             self._answer(now, sender, Join(round=call.round, attempt=call.attempt, tokens=0, units={}, late=late))
@@ -303,21 +301,6 @@ class SyncPeer:
             if sender != self.context.me:
                 self.coordinator.give_way()
             self.member.answer(now, sender, call, sorted(self.trained))
-
-    def _holds_back(self, now: float) -> bool:
-        """Whether to sit a round out, for a while: our line is slow, and busy with what earlier rounds asked of it.
-
-        What another round would add to that would be late as well, and hold up what is on its way.
-        """
-        if self.context.me not in self.context.slow or not self._sending():
-            self._held_back_since = None
-            return False
-        if self._held_back_since is None:
-            self._held_back_since = now
-        if now < self._held_back_since + self.context.stage.limit:
-            return True
-        self._held_back_since = None
-        return False
 
     def _answer(self, now: float, coordinator: PeerId, join: Join) -> None:
         if coordinator == self.context.me:

@@ -254,7 +254,7 @@ class Round:
     def report(self, now: float) -> RoundEnded:
         """What is kept for status."""
         units = {unit: state.report for unit, state in self.units.items()}
-        mine = [row.seconds for unit, row in units.items() if self._context.me in self.roster.units[unit].contributors]
+        mine = [row.seconds for unit, row in units.items() if self._context.trains(unit)]
         return RoundEnded(
             self.number,
             self.roster.coordinator,

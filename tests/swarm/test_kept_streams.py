@@ -130,7 +130,7 @@ async def test_a_request_that_waits_for_its_turn_in_vain_leaves_the_kept_stream_
         with pytest.raises(PeerTimeout, match="no answer within"):
             await client.request(server.peer_id, ECHO, {}, bytes(RECEIPT_BYTES + 1), timeout=0.1)
     assert len(client._outbound._kept) == 1
-    assert not client.traffic.on_the_way
+    assert not client.traffic.windows.on_the_way
     assert (await ask(client, server, {"n": 2}, bytes(RECEIPT_BYTES + 1))).body == {"n": 2}
 
 

@@ -66,7 +66,7 @@ def test_no_more_than_the_window_is_on_its_way_and_all_have_their_turn(rows: lis
         results = await asyncio.gather(*(task for task, _ in tasks), return_exceptions=True)
         assert not [result for result in results if isinstance(result, AssertionError)]
         assert done >= sum(1 for _, _, given_up in rows if not given_up)
-        assert window.is_idle
+        assert not windows.on_the_way and not window._queue
 
     asyncio.run(run())
 
@@ -151,11 +151,11 @@ async def test_a_payload_is_on_its_way_until_the_other_end_has_said_that_it_came
     async with asyncio.timeout(10):
         await read_header(reader, meter)
         await reader.readexactly(SIZE)
-    assert server.traffic.on_the_way == {client.peer_id: SIZE}
+    assert server.traffic.windows.on_the_way == {client.peer_id: SIZE}
     writer.write(RECEIVED)
 
     async def arrived() -> bool:
-        return not server.traffic.on_the_way
+        return not server.traffic.windows.on_the_way
 
     await eventually(arrived)
     writer.write(MORE + request)
@@ -165,7 +165,7 @@ async def test_a_payload_is_on_its_way_until_the_other_end_has_said_that_it_came
     writer.write(MORE)  # no receipt
     async with asyncio.timeout(10):
         assert await reader.read() == b"", "the stream is closed"
-    assert not server.traffic.on_the_way
+    assert not server.traffic.windows.on_the_way
 
 
 async def test_our_own_requests_give_receipts(start_transport: StartTransport) -> None:
@@ -174,9 +174,9 @@ async def test_our_own_requests_give_receipts(start_transport: StartTransport) -
     for payload in (b"", bytes(SIZE)):
         reply = await client.request(server.peer_id, BLOB, {}, payload, timeout=10)
         assert len(reply.payload) == SIZE
-        assert not client.traffic.on_the_way
+        assert not client.traffic.windows.on_the_way
 
     async def arrived() -> bool:
-        return not server.traffic.on_the_way and server._admission.waiting_streams == {client.peer_id: 1}
+        return not server.traffic.windows.on_the_way and server._admission.waiting_streams == {client.peer_id: 1}
 
     await eventually(arrived)
