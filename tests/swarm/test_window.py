@@ -180,3 +180,35 @@ async def test_our_own_requests_give_receipts(start_transport: StartTransport) -
         return not server.traffic.windows.on_the_way and server._admission.waiting_streams == {client.peer_id: 1}
 
     await eventually(arrived)
+
+
+async def test_small_payloads_neither_wait_nor_count() -> None:
+    traffic = Traffic()
+    large, small = traffic.sending("x", FIRST_BYTES, True), traffic.sending("x", RECEIPT_BYTES, True)
+    async with asyncio.timeout(5), large, small:
+        assert traffic.windows.on_the_way == {"x": FIRST_BYTES}
+    assert not traffic.windows.on_the_way
+
+
+async def test_a_slow_payload_narrows_the_window_before_the_next_may_go() -> None:
+    clock = Clock()
+    windows, gates = Windows(clock), [asyncio.Event(), asyncio.Event()]
+    began: list[int] = []
+
+    async def send(index: int, size: int) -> None:
+        async with windows.turn("x", size, True):
+            began.append(index)
+            if index < len(gates):
+                await gates[index].wait()
+
+    half = FIRST_BYTES // 2
+    tasks = [asyncio.create_task(send(index, half)) for index in range(3)]
+    await settled()
+    assert began == [0, 1]
+    clock.now = SLOW
+    gates[0].set()
+    await settled()
+    assert began == [0, 1], "half of the window is left, and taken"
+    gates[1].set()
+    await asyncio.gather(*tasks)
+    assert began == [0, 1, 2]

@@ -187,3 +187,17 @@ def test_nobody_is_called_late_who_is_not_there() -> None:
     peer.on_snapshot(0.1, 1)
     (join,) = [e.message for e in of_kind(peer.take_effects(), fx.Send) if isinstance(e.message, Join)]
     assert join.late == ["b"]
+
+
+def test_a_unit_that_we_train_keeps_us_from_the_next_round_also_where_we_do_not_contribute() -> None:
+    names = members(we_reduce=False)
+    peer = joined(names[1:])
+    roster = make(names, ["shared-0", UNIT])
+    roster.units[UNIT].contributors.remove("me")
+    peer.on_message(0.2, "a", signed(roster))
+    for effect in of_kind(peer.take_effects(), fx.Encode):
+        peer.on_encoded(0.3, effect, None)  # of shared-0 others have something to give, but no packet comes
+    peer.on_time(30.0)
+    (ended,) = of_kind(peer.take_effects(), fx.RoundEnded)
+    assert ended.own_ended == max(ended.started + report.seconds for report in ended.units.values())
+    assert ended.own_ended > ended.started
